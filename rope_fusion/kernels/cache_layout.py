@@ -1,0 +1,140 @@
+"""KV-cache layouts as short strings, and the one 4-D view that every write goes through.
+
+A layout string names the dims of a cache tensor, einops-like, one token per dim::
+
+    "n p h d"     paged: blocks, places in a block, heads, head dim
+    "n h p d"     paged, heads before places
+    "1 n p h d"   one buffer for K and V, of which this tensor is part 1 (an integer selects an index)
+    "n 0 p h d"   likewise, the parts inside each block
+    "p h d"       flat: one block that holds every slot
+    "p (hd)"      flat, heads and head dim merged into one dim
+    "b h p d"     static: one row of places for each batch entry ("b p h d" likewise)
+
+Whatever its layout, a cache is seen as ``[blocks, places, heads, dim]`` (``blocks`` is the batch of a static cache). How a token finds its
+block and place is the layout's ``addressing``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+PLACE = "p"
+BLOCK = "n"
+BATCH = "b"
+HEAD = "h"
+DIM = "d"
+MERGED = "(hd)"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The 4-D strided view ``[blocks, places, heads, dim]`` of a cache, in elements; ``offset`` counts from the cache's first element."""
+
+    blocks: int
+    places: int
+    heads: int
+    dim: int
+    block_stride: int
+    place_stride: int
+    head_stride: int
+    dim_stride: int
+    offset: int
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether slot ``s`` lies at ``s * place_stride``, so that a flat slot need not be split into block and place."""
+        return self.blocks == 1 or self.block_stride == self.places * self.place_stride
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """A parsed layout string.
+
+    Args:
+        text: the string it was parsed from.
+        axes: one token for each dim of the cache tensor: a letter, ``"(hd)"``, or the integer index to select there.
+    """
+
+    text: str
+    axes: tuple[str | int, ...]
+
+    @property
+    def addressing(self) -> str:
+        """``"batch"``: token (b, s) goes to block b, place slots[s]; ``"slot"``: a flat slot is ``block * places + place``."""
+        return "batch" if BATCH in self.axes else "slot"
+
+    @property
+    def rank(self) -> int:
+        """Number of dims of a cache tensor in this layout."""
+        return len(self.axes)
+
+    def geometry(self, shape: tuple[int, ...], stride: tuple[int, ...], heads: int) -> Geometry:
+        """Where ``[block, place, head, element]`` lies in a cache of this shape and stride; pure integer arithmetic.
+
+        Args:
+            shape: sizes of the whole cache tensor.
+            stride: its strides in elements.
+            heads: number of KV heads, needed where the layout merges heads and dims.
+        """
+        if len(shape) != len(self.axes):
+            raise ValueError(
+                f"layout {self.text!r} names {len(self.axes)} dims, but the cache has shape {tuple(shape)}"
+            )
+        size = {BLOCK: 1, PLACE: 1, HEAD: 1, DIM: 1}
+        step = {BLOCK: 0, PLACE: 0, HEAD: 0, DIM: 0}
+        offset = 0
+        for axis, n, s in zip(self.axes, shape, stride):
+            if isinstance(axis, int):
+                offset += axis * s
+            elif axis == MERGED:
+                size[HEAD], size[DIM] = heads, n // heads
+                step[HEAD], step[DIM] = (n // heads) * s, s
+            else:
+                letter = BLOCK if axis == BATCH else axis
+                size[letter], step[letter] = n, s
+        return Geometry(
+            size[BLOCK], size[PLACE], size[HEAD], size[DIM], step[BLOCK], step[PLACE], step[HEAD], step[DIM], offset
+        )
+
+    def view(self, cache: torch.Tensor, heads: int) -> torch.Tensor:
+        """``cache`` as a view ``[blocks, places, heads, dim]`` that shares its storage (select, unflatten and permute only)."""
+        if cache.dim() != len(self.axes):
+            raise ValueError(
+                f"layout {self.text!r} names {len(self.axes)} dims, but the cache has shape {tuple(cache.shape)}"
+            )
+        letters: list[str] = []
+        for axis in self.axes:
+            dim = len(letters)
+            if isinstance(axis, int):
+                cache = cache.select(dim, axis)
+            elif axis == MERGED:
+                cache = cache.unflatten(dim, (heads, -1))
+                letters += [HEAD, DIM]
+            else:
+                letters.append(BLOCK if axis == BATCH else axis)
+        for letter in (BLOCK, HEAD):
+            if letter not in letters:
+                cache = cache.unsqueeze(0)
+                letters.insert(0, letter)
+        return cache.permute([letters.index(letter) for letter in (BLOCK, PLACE, HEAD, DIM)])
+
+
+@lru_cache(maxsize=256)
+def parse_layout(text: str) -> CacheLayout:
+    """Parse a layout string; a string that names no place, names a dim twice or mixes blocks and batch is an error that says so."""
+    axes: list[str | int] = [int(token) if token.isdigit() else token for token in text.split()]
+    letters = [letter for axis in axes if isinstance(axis, str) for letter in (axis if axis != MERGED else (HEAD, DIM))]
+    known = {BLOCK, BATCH, PLACE, HEAD, DIM}
+    unknown = [letter for letter in letters if letter not in known]
+    if unknown:
+        raise ValueError(f"cache layout {text!r} holds {unknown[0]!r}; known are n, b, p, h, d, (hd) and integers")
+    if len(set(letters)) != len(letters):
+        raise ValueError(f"cache layout {text!r} names a dim twice")
+    if PLACE not in letters or DIM not in letters:
+        raise ValueError(f"cache layout {text!r} must name p (place) and d (head dim)")
+    if BLOCK in letters and BATCH in letters:
+        raise ValueError(f"cache layout {text!r} names both n (block) and b (batch); a cache is paged or static")
+    return CacheLayout(text, tuple(axes))
