@@ -1,0 +1,382 @@
+"""Rotation of part of each head, as one operator: `rope_fusion::rotate` and its in-place and FP8 forms.
+
+================== ==========================================================================================
+`rotate`           rotated copy, cast to `out_dtype`, laid out as the consumer wants it
+`rotate_`          in place: only the rotary slice of `x` is touched
+`rotate_fp8`       rotated, rounded to `out_dtype`, divided by one static scale, stored as FP8
+`rotate_group_fp8` the same with one scale per group of consecutive elements -> (values, fp32 scales)
+================== ==========================================================================================
+
+All take ``x [B, S, H, D]`` in any strides whose last is 1, and cos and sin either as tables ``[P, C]`` gathered
+by ``positions`` (``[B, S]``, ``[1, S]`` or ``[S]``, int32 or int64, each in ``[0, P)``) or as rows
+``[B or 1, S or 1, C]``. C is ``rotary_dim``, one column per output element, or half of it, one per pair.
+
+With R = rotary_dim, the slice ``x[..., rotary_start : rotary_start + R]`` is rotated and the rest passes through
+bit for bit (cast where ``out_dtype`` differs). Pairs are ``(i, i + R/2)``, or ``(2i, 2i + 1)`` when
+``interleaved``; with ``halves_out`` interleaved pairs come out as two halves. ``inverse`` flips the sign of sin.
+Arithmetic is fp32 with one rounding at the end; ``exact`` rounds every product and sum to ``math_dtype`` instead, as
+eager does.
+
+``layout`` names the dims of the result in memory order, ``"b s h d"`` by default. With ``groups`` = G a token ``g``
+stands for the group and ``h`` for the head in it: ``"g b s h d"`` is a contiguous ``[G, B, S, H/G, D]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_fusion.kernels.rope_qkv import fp8_unsupported, quantise_reference, rotate_reference, target_of
+
+TOKENS = ("b", "s", "g", "h", "d")
+
+# What the Triton kernel takes. The gates and the tests read these; nothing repeats them.
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_KERNEL_HEAD_DIM = 4096
+
+_ROTARY = (
+    "bool interleaved, bool inverse, bool halves_out, int rotary_dim, int rotary_start, "
+    "ScalarType math_dtype, bool exact"
+)
+_TRIG = "Tensor cos, Tensor sin, Tensor? positions"
+_PLACE = 'str layout="b s h d", int groups=1'
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Which elements are rotated, and how: the keyword arguments that the four operators share."""
+
+    interleaved: bool
+    inverse: bool
+    halves_out: bool
+    rotary_dim: int
+    rotary_start: int
+    math_dtype: torch.dtype
+    exact: bool
+
+
+@dataclass(frozen=True)
+class StaticFp8:
+    """Quantisation by one scale: the tensor if there is one, else the number."""
+
+    dtype: torch.dtype
+    scale: Tensor | None
+    scale_value: float
+    multiplies: bool
+
+
+@dataclass(frozen=True)
+class GroupFp8:
+    """Quantisation by the largest magnitude of each `size` consecutive elements of a head.
+
+    ``scale = max(amax, min_amax) / finfo(dtype).max``, raised to the next power of two where `power_of_two`.
+    """
+
+    dtype: torch.dtype
+    size: int
+    min_amax: float
+    power_of_two: bool
+
+
+def check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary: Rotary) -> None:
+    """Raise a ValueError that says what is wrong with the operands of a rotation."""
+    if x.dim() != 4:
+        raise ValueError(f"rotate takes x as [B, S, H, D], got {x.dim()} dims; view [T, H, D] as [1, T, H, D]")
+    dim, start, width = rotary.rotary_dim, rotary.rotary_start, x.shape[3]
+    if dim <= 0 or dim % 2:
+        raise ValueError(f"rotary_dim must be even and positive, got {dim}")
+    if start < 0 or start + dim > width:
+        raise ValueError(f"the rotary slice {start}:{start + dim} lies outside the head dim {width}")
+    if rotary.halves_out and not rotary.interleaved:
+        raise ValueError("halves_out only applies to interleaved pairs")
+    if cos.shape != sin.shape or cos.shape[-1] not in (dim, dim // 2):
+        raise ValueError(
+            f"cos and sin must have one shape with {dim} or {dim // 2} columns, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if cos.dim() != (3 if positions is None else 2):
+        wanted = "rows [B or 1, S or 1, C] without positions" if positions is None else "tables [P, C] with positions"
+        raise ValueError(f"cos and sin must be {wanted}, got {tuple(cos.shape)}")
+    if positions is not None and (positions.dim() not in (1, 2) or positions.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(
+            "positions must be int32 or int64 of shape [S], [1, S] or [B, S], "
+            f"got {positions.dtype} {tuple(positions.shape)}"
+        )
+
+
+def output_shape(x: Tensor, layout: str, groups: int, last: int) -> list[int]:
+    """Sizes of the result in the order that `layout` names, with `last` elements along d."""
+    tokens = layout.split()
+    wanted = TOKENS if groups > 1 or "g" in tokens else ("b", "s", "h", "d")
+    if sorted(tokens) != sorted(wanted) or tokens[-1] != "d":
+        raise ValueError(f"layout must order {' '.join(wanted)} with d last, got {layout!r}")
+    batch, sequence, heads, _ = x.shape
+    if groups < 1 or heads % groups:
+        raise ValueError(f"groups must divide the {heads} heads, got {groups}")
+    sizes = {"b": batch, "s": sequence, "g": groups, "h": heads // groups, "d": last}
+    return [sizes[token] for token in tokens]
+
+
+def unsupported(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rotary: Rotary,
+    out_dtype: torch.dtype,
+    quant: StaticFp8 | GroupFp8 | None = None,
+) -> str | None:
+    """The sentence that says why the Triton kernel cannot do this, or None. Fake tensors will do."""
+    if x.dtype not in KERNEL_DTYPES or out_dtype not in KERNEL_DTYPES:
+        return f"the rotation kernel takes {_names(KERNEL_DTYPES)}, not {x.dtype} to {out_dtype}"
+    if cos.dtype != sin.dtype or cos.dtype not in (torch.float32, x.dtype):
+        return f"cos and sin must both be float32 or {x.dtype}, got {cos.dtype} and {sin.dtype}"
+    if rotary.exact and rotary.math_dtype not in KERNEL_DTYPES:
+        return f"the rotation kernel cannot round to {rotary.math_dtype}"
+    if x.shape[3] > MAX_KERNEL_HEAD_DIM:
+        return f"the head dim must be at most {MAX_KERNEL_HEAD_DIM}, got {x.shape[3]}"
+    if x.stride(3) != 1 or cos.stride(-1) != 1 or sin.stride(-1) != 1:
+        return "the last dim of x, cos and sin must have stride 1"
+    if rotary.interleaved and not rotary.halves_out and rotary.rotary_start % 2:
+        return f"interleaved pairs must start at an even element, got {rotary.rotary_start}"
+    if quant is not None and x.is_cuda and (sentence := fp8_unsupported(target_of(x.device), quant.dtype)):
+        return sentence
+    if isinstance(quant, StaticFp8) and quant.scale is not None and quant.scale.numel() != 1:
+        return f"the FP8 scale must have one element, got {tuple(quant.scale.shape)}"
+    if isinstance(quant, GroupFp8):
+        if quant.size & (quant.size - 1) or x.shape[3] % quant.size:
+            return f"an FP8 group must be a power of two that divides the head dim {x.shape[3]}, got {quant.size}"
+        if rotary.exact and quant.power_of_two:
+            return "power-of-two scales are rounded exactly here, while eager goes through an inexact log2"
+    return None
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+# ---- reference
+
+
+def rotated(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary: Rotary, out_dtype: torch.dtype
+) -> Tensor:
+    """Reference of `rotate` before its layout: ``[B, S, H, D]`` in `out_dtype`."""
+    # one rounding, whichever of the two dtypes is wider; nothing is converted where they agree
+    x = x.to(torch.promote_types(x.dtype, out_dtype))
+    wide = torch.float64 if torch.float64 in (x.dtype, rotary.math_dtype) else torch.float32
+    if positions is not None:
+        rows = positions if positions.dim() == 2 else positions.unsqueeze(0)
+        cos, sin = cos[rows.long()], sin[rows.long()]
+    result = rotate_reference(
+        x,
+        cos.unsqueeze(2),
+        sin.unsqueeze(2),
+        interleaved=rotary.interleaved,
+        inverse=rotary.inverse,
+        halves_out=rotary.halves_out,
+        rotary_dim=rotary.rotary_dim,
+        rotary_start=rotary.rotary_start,
+        math_dtype=rotary.math_dtype if rotary.exact else wide,
+    )
+    return result.to(out_dtype)
+
+
+def arranged(value: Tensor, layout: str, groups: int) -> Tensor:
+    """``[B, S, H, D]`` as the contiguous tensor that `layout` describes."""
+    order = [TOKENS.index(token) for token in layout.split()]
+    grouped = value.unflatten(2, (groups, value.shape[2] // groups))
+    if "g" not in layout:
+        grouped, order = grouped.squeeze(2), [index if index < 2 else index - 1 for index in order]
+    return grouped.permute(order).contiguous()
+
+
+def group_quantized(value: Tensor, quant: GroupFp8) -> tuple[Tensor, Tensor]:
+    """FP8 values and fp32 scales ``[B, S, H, D / size]``."""
+    groups = value.float().unflatten(-1, (-1, quant.size))
+    scales = groups.abs().amax(-1).clamp(min=quant.min_amax) / torch.finfo(quant.dtype).max
+    if quant.power_of_two:
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    limit = torch.finfo(quant.dtype).max
+    return (groups / scales.unsqueeze(-1)).clamp(-limit, limit).to(quant.dtype).flatten(-2), scales
+
+
+# ---- operators
+
+
+def _launcher(
+    x: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary, out_dtype: torch.dtype, quant: StaticFp8 | GroupFp8 | None
+) -> Callable[..., None] | None:
+    """The Triton launcher for a GPU tensor, None for others. What the kernel cannot do is an error; gates ask first."""
+    if not x.is_cuda:
+        return None
+    if (sentence := unsupported(x, cos, sin, rotary, out_dtype, quant)) is not None:
+        raise ValueError(sentence)
+    from rope_fusion.kernels.rotate_triton import launch  # Triton is optional until a GPU tensor arrives
+
+    return launch
+
+
+def _rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    layout: str = "b s h d",
+    groups: int = 1,
+    **rotary_arguments: Any,
+) -> Tensor:
+    rotary = Rotary(**rotary_arguments)
+    check(x, cos, sin, positions, rotary)
+    shape = output_shape(x, layout, groups, x.shape[3])
+    if launch := _launcher(x, cos, sin, rotary, out_dtype, None):
+        out = x.new_empty(shape, dtype=out_dtype)
+        launch(x, cos, sin, positions, rotary, out, layout=layout, groups=groups)
+        return out
+    return arranged(rotated(x, cos, sin, positions, rotary, out_dtype), layout, groups)
+
+
+def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, **rotary_arguments: Any) -> None:
+    rotary = Rotary(**rotary_arguments)
+    check(x, cos, sin, positions, rotary)
+    if launch := _launcher(x, cos, sin, rotary, x.dtype, None):
+        launch(x, cos, sin, positions, rotary, x)
+        return
+    rotary_slice = slice(rotary.rotary_start, rotary.rotary_start + rotary.rotary_dim)
+    x[..., rotary_slice] = rotated(x, cos, sin, positions, rotary, x.dtype)[..., rotary_slice]
+
+
+def _rotate_fp8(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    scale: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    fp8_dtype: torch.dtype,
+    scale_value: float = 1.0,
+    scale_multiplies: bool = False,
+    layout: str = "b s h d",
+    groups: int = 1,
+    **rotary_arguments: Any,
+) -> Tensor:
+    rotary = Rotary(**rotary_arguments)
+    quant = StaticFp8(fp8_dtype, scale, scale_value, scale_multiplies)
+    check(x, cos, sin, positions, rotary)
+    shape = output_shape(x, layout, groups, x.shape[3])
+    if launch := _launcher(x, cos, sin, rotary, out_dtype, quant):
+        out = x.new_empty(shape, dtype=fp8_dtype)
+        launch(x, cos, sin, positions, rotary, out, layout=layout, groups=groups, rounded=out_dtype, quant=quant)
+        return out
+    value = rotated(x, cos, sin, positions, rotary, out_dtype)
+    factor = scale_value if scale is None else scale
+    return arranged(quantise_reference(value, factor, fp8_dtype, multiply=scale_multiplies), layout, groups)
+
+
+def _rotate_group_fp8(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    fp8_dtype: torch.dtype,
+    group_size: int = 128,
+    min_amax: float = 0.0,
+    power_of_two: bool = False,
+    layout: str = "b s h d",
+    groups: int = 1,
+    **rotary_arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    rotary = Rotary(**rotary_arguments)
+    quant = GroupFp8(fp8_dtype, group_size, min_amax, power_of_two)
+    check(x, cos, sin, positions, rotary)
+    shape, scales_shape = _group_shapes(x, layout, groups, group_size)
+    if launch := _launcher(x, cos, sin, rotary, out_dtype, quant):
+        out = x.new_empty(shape, dtype=fp8_dtype)
+        scales = x.new_empty(scales_shape, dtype=torch.float32)
+        launch(
+            x, cos, sin, positions, rotary, out,
+            layout=layout, groups=groups, rounded=out_dtype, quant=quant, scales=scales,
+        )  # fmt: skip
+        return out, scales
+    value, scales = group_quantized(rotated(x, cos, sin, positions, rotary, out_dtype), quant)
+    return arranged(value, layout, groups), arranged(scales, layout, groups)
+
+
+def _group_shapes(x: Tensor, layout: str, groups: int, group_size: int) -> tuple[list[int], list[int]]:
+    if group_size < 1 or x.shape[3] % group_size:
+        raise ValueError(f"group_size must divide the head dim {x.shape[3]}, got {group_size}")
+    return output_shape(x, layout, groups, x.shape[3]), output_shape(x, layout, groups, x.shape[3] // group_size)
+
+
+def _fake_rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *,
+    out_dtype: torch.dtype, layout: str = "b s h d", groups: int = 1, **rotary_arguments: Any,
+) -> Tensor:  # fmt: skip
+    check(x, cos, sin, positions, Rotary(**rotary_arguments))
+    return x.new_empty(output_shape(x, layout, groups, x.shape[3]), dtype=out_dtype)
+
+
+def _fake_rotate_in_place(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, **rotary_arguments: Any
+) -> None:
+    check(x, cos, sin, positions, Rotary(**rotary_arguments))
+
+
+def _fake_rotate_fp8(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, scale: Tensor | None, *,
+    out_dtype: torch.dtype, fp8_dtype: torch.dtype, scale_value: float = 1.0, scale_multiplies: bool = False,
+    layout: str = "b s h d", groups: int = 1, **rotary_arguments: Any,
+) -> Tensor:  # fmt: skip
+    check(x, cos, sin, positions, Rotary(**rotary_arguments))
+    return x.new_empty(output_shape(x, layout, groups, x.shape[3]), dtype=fp8_dtype)
+
+
+def _fake_rotate_group_fp8(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *,
+    out_dtype: torch.dtype, fp8_dtype: torch.dtype, group_size: int = 128, min_amax: float = 0.0,
+    power_of_two: bool = False, layout: str = "b s h d", groups: int = 1, **rotary_arguments: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check(x, cos, sin, positions, Rotary(**rotary_arguments))
+    shape, scales_shape = _group_shapes(x, layout, groups, group_size)
+    return x.new_empty(shape, dtype=fp8_dtype), x.new_empty(scales_shape, dtype=torch.float32)
+
+
+_LIBRARY = torch.library.Library("rope_fusion", "FRAGMENT")
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    # any strides with last stride 1 are taken as they are; only a change of their order would cost a copy
+    _LIBRARY.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"rope_fusion::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.rope_fusion, name).default
+
+
+rotate = _define(
+    "rotate", f"(Tensor x, {_TRIG}, *, {_ROTARY}, ScalarType out_dtype, {_PLACE}) -> Tensor", _rotate, _fake_rotate
+)
+rotate_ = _define("rotate_", f"(Tensor(a!) x, {_TRIG}, *, {_ROTARY}) -> ()", _rotate_in_place, _fake_rotate_in_place)
+rotate_fp8 = _define(
+    "rotate_fp8",
+    f"(Tensor x, {_TRIG}, Tensor? scale, *, {_ROTARY}, ScalarType out_dtype, ScalarType fp8_dtype, "
+    f"float scale_value=1.0, bool scale_multiplies=False, {_PLACE}) -> Tensor",
+    _rotate_fp8,
+    _fake_rotate_fp8,
+)
+rotate_group_fp8 = _define(
+    "rotate_group_fp8",
+    f"(Tensor x, {_TRIG}, *, {_ROTARY}, ScalarType out_dtype, ScalarType fp8_dtype, int group_size=128, "
+    f"float min_amax=0.0, bool power_of_two=False, {_PLACE}) -> (Tensor, Tensor)",
+    _rotate_group_fp8,
+    _fake_rotate_group_fp8,
+)
