@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rope_fusion.report import Report
+
 PREFIX = "rope_fusion."
 DUMP_VARIABLE = "ROPE_FUSION_DUMP"
 
@@ -89,6 +91,12 @@ def _mode(value: Any) -> str | None:
     raise ValueError("use a str")
 
 
+def _report(value: Any) -> Report | None:
+    if value is None or isinstance(value, Report):
+        return value
+    raise ValueError("make one with rope_fusion.Report()")
+
+
 def _option(default: Any, takes: str, check: Callable[[Any], Any], doc: str) -> Any:
     return dataclasses.field(default=default, metadata={"takes": takes, "check": check, "doc": doc})
 
@@ -115,6 +123,13 @@ class Options:
         'a mode of torch.compile such as "reduce-overhead", or None',
         _mode,
         doc="The mode of torch.compile, which itself takes either mode= or options=, never both.",
+    )
+    report: Report | None = _option(  # noqa: RUF009
+        None,
+        "a rope_fusion.Report, or None",
+        _report,
+        doc="Add the report of every graph compiled for this function to this Report; rope_fusion.record() collects "
+        "them without it.",
     )
     strict: bool = _option(
         False,
@@ -184,9 +199,9 @@ class Options:
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
 
     def cache_key(self) -> str:
-        """The options that change what is compiled, as stable text; where dumps go does not."""
-        kept = {name: value for name, value in dataclasses.asdict(self).items() if name != "dump_dir"}
-        return repr(sorted(kept.items()))
+        """The options that may change what is compiled, as stable text."""
+        names = sorted(field.name for field in dataclasses.fields(self) if field.name not in ("dump_dir", "report"))
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
