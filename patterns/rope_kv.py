@@ -1,0 +1,49 @@
+"""RoPE of q and k and the KV-cache update become one in-place kernel."""
+
+from __future__ import annotations
+
+from rope_fusion.canonical.examples import kv_example, rotary_example
+from rope_fusion.canonical.operators import kv_write, rotary_qk
+from rope_fusion.capability import profitable_kernel
+from rope_fusion.kernels.prologue import call_prologue, refuse_prologue
+from rope_fusion.pattern import FusionPattern
+
+
+def search(q, k, cos, sin, positions, rotary, k_cache, v_cache, v, slots, slot_offsets, k_scale, v_scale, kv):
+    q_rot, k_rot = rotary_qk(q, k, cos, sin, positions, rotary)
+    new_k, new_v = kv_write(k_cache, v_cache, k_rot, v, slots, slot_offsets, k_scale, v_scale, kv)
+    return new_k, new_v, q_rot, k_rot
+
+
+def replacement(q, k, cos, sin, positions, rotary, k_cache, v_cache, v, slots, slot_offsets, k_scale, v_scale, kv):
+    q_rot, k_rot, _, new_k, new_v = call_prologue(
+        q=q,
+        k=k,
+        cos=cos,
+        sin=sin,
+        positions=positions,
+        rotary=rotary,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        v=v,
+        slots=slots,
+        slot_offsets=slot_offsets,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv=kv,
+    )
+    return new_k, new_v, q_rot, k_rot
+
+
+def example_inputs():
+    return [*rotary_example(), *kv_example()]
+
+
+PATTERN = FusionPattern(
+    priority=300,
+    search=search,
+    replacement=replacement,
+    example_inputs=example_inputs,
+    requires=(profitable_kernel,),
+    refuse=refuse_prologue,
+)

@@ -1,0 +1,51 @@
+"""The one door to private torch: what differs between torch 2.11 and 2.15, and what has no public name.
+
+Importing this module imports torch's Inductor (seconds); `import rope_fusion` does not.
+"""
+
+from __future__ import annotations
+
+from torch._dynamo.utils import counters, detect_fake_mode
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import (
+    CallFunction,
+    KeywordArg,
+    Match,
+    MultiOutputPattern,
+    PatternExpr,
+    PatternMatcherPass,
+    fwd_only,
+    register_replacement,
+    stable_topological_sort,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+try:
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+except ImportError:  # torch 2.11: Inductor knows no such passes, so none but our own can be one
+
+    class CustomInferenceAwareGraphPass(CustomGraphPass):  # type: ignore[no-redef]
+        """A graph pass that is also told whether the graph is an inference graph."""
+
+
+__all__ = [
+    "CallFunction",
+    "CustomGraphPass",
+    "CustomInferenceAwareGraphPass",
+    "FakeTensorMode",
+    "KeywordArg",
+    "Match",
+    "MultiOutputPattern",
+    "PatternExpr",
+    "PatternMatcherPass",
+    "auto_functionalized",
+    "auto_functionalized_v2",
+    "counters",
+    "detect_fake_mode",
+    "fwd_only",
+    "inductor_config",
+    "register_replacement",
+    "stable_topological_sort",
+]

@@ -1,0 +1,73 @@
+"""Static attributes of the canonical operators.
+
+A canonical operator has tensor arguments and one string, the encoded attributes, so that a pattern can bind the
+whole string as one wildcard instead of one pattern per combination.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T", bound="Attributes")
+
+
+class Attributes:
+    """Base of the attribute records: a stable, readable string form."""
+
+    def encode(self) -> str:
+        fields = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return json.dumps({name: _to_json(value) for name, value in fields.items()}, sort_keys=True)
+
+    @classmethod
+    def decode(cls: type[T], text: str) -> T:
+        return cls(**{name: _from_json(value) for name, value in json.loads(text).items()})
+
+
+def _to_json(value: Any) -> Any:
+    return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else value
+
+
+def _from_json(value: Any) -> Any:
+    return getattr(torch, value["dtype"]) if isinstance(value, dict) else value
+
+
+@dataclass(frozen=True)
+class RotaryAttributes(Attributes):
+    """How `rotary_qk` rotates: see `records.Rotation`."""
+
+    rotary_dim: int
+    start: int
+    interleaved: bool
+    inverse: bool
+    halves_out: bool
+    out_dtype: torch.dtype
+    math_dtype: torch.dtype
+    exact: bool  # reproduce the program's own rounding bit for bit
+
+
+@dataclass(frozen=True)
+class QuantAttributes(Attributes):
+    """How `quantize_fp8` quantises; `scale_value` is used when there is no scale tensor."""
+
+    dtype: torch.dtype
+    multiplies: bool
+    scale_value: float
+
+
+@dataclass(frozen=True)
+class KvWriteAttributes(Attributes):
+    """Where and how `kv_write` stores: cache layouts as in docs/architecture.md; `kv_fp8` None stores by a plain cast."""
+
+    k_layout: str
+    v_layout: str
+    skip_negative_slots: bool
+    kv_fp8: torch.dtype | None
+    scale_multiplies: bool
+    k_scale_value: float
+    v_scale_value: float
+    in_place_already: bool

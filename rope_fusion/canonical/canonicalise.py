@@ -1,0 +1,547 @@
+"""Step one of the pass: emit canonical operators for what the recognisers found, and remember how to take them back."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from rope_fusion.canonical.attributes import KvWriteAttributes, QuantAttributes, RotaryAttributes
+from rope_fusion.canonical.cos_sin import CosSinOperands, cos_sin_operands
+from rope_fusion.canonical.emitter import Emitter
+from rope_fusion.canonical.layout import (
+    CANONICAL_ROLES,
+    VIEW_TARGETS,
+    Dims,
+    atoms_of,
+    equal,
+    is_one,
+    rotary_roles,
+    through_view,
+    view_path,
+)
+from rope_fusion.canonical.operators import kv_write, quantize_fp8, rotary_qk
+from rope_fusion.canonical.records import CacheWrite, Fp8Quantisation, Rotation
+from rope_fusion.canonical.values import ValueNumbering
+
+aten = torch.ops.aten
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Findings:
+    """What the recognisers returned for one graph."""
+
+    rotations: list[Rotation]
+    quantisations: list[Fp8Quantisation]
+    writes: list[CacheWrite]
+
+
+@dataclass
+class Canonicalised:
+    """What was emitted: for each node that took over a value, the node it took it from and the canonical operator it reads."""
+
+    origin: dict[Node, tuple[Node, Node]] = field(default_factory=dict)
+    near_misses: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Oriented:
+    """A rotation whose dims' roles are known."""
+
+    rotation: Rotation
+    roles: str
+    batch: Any
+    sequence: Any
+    exact: bool
+
+    @property
+    def attributes(self) -> RotaryAttributes:
+        r = self.rotation
+        out_dtype = r.out.meta["val"].dtype
+        return RotaryAttributes(
+            rotary_dim=r.rotary_dim,
+            start=r.start,
+            interleaved=r.interleaved,
+            inverse=r.inverse != r.sin.negated,
+            halves_out=r.halves_out,
+            out_dtype=out_dtype,
+            math_dtype=r.math_dtype if r.math_dtype is not None else torch.float32,
+            exact=self.exact,
+        )
+
+
+def name_of(node: Node) -> str:
+    """A node for a sentence: its name and, where known, the module it came from."""
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        path = str(next(reversed(stack.values()))[0])
+        return f"{node.name} (in {path})"
+    return node.name
+
+
+class Canonicaliser:
+    """Emits canonical operators into one graph. See `run`."""
+
+    def __init__(self, graph: Graph, emitter: Emitter, findings: Findings, exact: bool) -> None:
+        self._graph = graph
+        self._emit = emitter
+        self._findings = findings
+        self._exact = exact
+        self._numbering = ValueNumbering(graph)
+        self._order = {node: index for index, node in enumerate(graph.nodes)}
+        # as the graph was, because emitting moves users to new nodes
+        self._users = {node: tuple(node.users) for node in graph.nodes}
+        self._result = Canonicalised()
+        self._taken: set[Node] = set()  # outs of rotations and nodes of writes that are emitted
+        self._canonical_of: dict[Node, tuple[Node, str]] = {}  # rotation out -> (canonical 4-D value, roles)
+        self._quantised = self._group_quantisations()
+
+    def run(self, rotations: bool) -> Canonicalised:
+        """Emit `kv_write` for every cache write and, if `rotations`, `rotary_qk` and `quantize_fp8` for what was found."""
+        oriented = self._orient() if rotations else {}
+        write_of = {}
+        for write in self._findings.writes:
+            source = self._rotation_of_value(write, oriented)
+            if source is not None:
+                write_of[source] = write
+        if rotations:
+            self._emit_layers(oriented, write_of)
+            self._emit_remaining(oriented)
+        self._emit_writes(write_of)
+        return self._result
+
+    # rotations
+
+    def _orient(self) -> dict[Node, _Oriented]:
+        oriented = {}
+        for rotation in self._findings.rotations:
+            x, cos, sin = (node.meta["val"] for node in (rotation.x, rotation.cos.node, rotation.sin.node))
+            sentence = self._rotation_refusal(rotation)
+            roles = rotary_roles(x.shape, cos.shape, sin.shape)
+            if sentence is None and roles is None:
+                sentence = "its cos and sin differ by head, or it has more than four dims"
+            if sentence is not None:
+                self._result.near_misses.append(f"rotation {name_of(rotation.out)} was left alone: {sentence}")
+                continue
+            assert roles is not None
+            sizes = dict(zip(roles, x.shape, strict=True))
+            oriented[rotation.out] = _Oriented(rotation, roles, sizes.get("b", 1), sizes.get("s", 1), self._exact)
+        return oriented
+
+    def _rotation_refusal(self, rotation: Rotation) -> str | None:
+        x, out = rotation.x.meta["val"], rotation.out.meta["val"]
+        if x.dtype not in FLOAT_DTYPES or out.dtype != x.dtype:
+            return f"it takes {x.dtype} to {out.dtype}; the fused operators keep float32, bfloat16 or float16"
+        if rotation.cos.negated:
+            return "its cos is negated"
+        if self._exact and rotation.math_dtype is None:
+            return "its multiplications and additions have different dtypes, which exact numerics cannot reproduce"
+        return None
+
+    def _rotation_of_value(self, write: CacheWrite, oriented: dict[Node, _Oriented]) -> Node | None:
+        """The rotation whose whole output, rearranged, is what `write` stores."""
+        node = write.value
+        for _ in range(16):
+            if node in oriented:
+                return node if self._layouts_meet(oriented[node], write) else None
+            if node.op != "call_function" or node.target not in VIEW_TARGETS or not isinstance(node.args[0], Node):
+                return None
+            node = node.args[0]
+        return None
+
+    def _layouts_meet(self, oriented: _Oriented, write: CacheWrite) -> bool:
+        """Whether the rearrangement from the rotation's output to the stored value names the dims as the write does."""
+        out = oriented.rotation.out
+        path = view_path(out, write.value)
+        if path is None:
+            return False
+        dims: Dims | None = atoms_of(out.meta["val"].shape, oriented.roles)
+        for step in path:
+            dims = through_view(step, dims) if dims is not None else None
+        if dims is None:
+            return False
+        expected = {"t": "bs", "b": "b", "s": "s", "h": "h", "d": "d", "(hd)": "hd"}
+        sizes = dict(zip(oriented.roles, out.meta["val"].shape, strict=True))
+        present = {role for role, size in sizes.items() if not is_one(size)}
+        for token, dim in zip(write.value_axes.split(), dims, strict=True):
+            wanted = [role for role in expected[token] if role in present]
+            if [atom.name for atom in dim] != wanted:
+                return False
+        return True
+
+    def _emit_layers(self, oriented: dict[Node, _Oriented], write_of: dict[Node, CacheWrite]) -> None:
+        """One `rotary_qk` per rotated k that is written to a cache, with the q that shares its cos and sin."""
+        for k_out in sorted(write_of, key=self._order.__getitem__):
+            partner = self._partner(oriented[k_out], [o for o in oriented.values() if o.rotation.out not in write_of])
+            if partner is None:
+                self._result.near_misses.append(
+                    f"rotation of k at {name_of(k_out)} is written to the cache, but no rotation of a q shares its cos and sin"
+                )
+                continue
+            self._emit_rotary(partner, oriented[k_out])
+
+    def _emit_remaining(self, oriented: dict[Node, _Oriented]) -> None:
+        left = [o for o in oriented.values() if o.rotation.out not in self._taken]
+        for q in [o for o in left if o.rotation.out in self._quantised]:
+            if q.rotation.out in self._taken:
+                continue
+            others = [o for o in left if o is not q and o.rotation.out not in self._quantised]
+            self._emit_rotary(q, self._partner(q, others))
+        for single in left:
+            if single.rotation.out not in self._taken:
+                self._emit_rotary(single, None)
+
+    def _partner(self, anchor: _Oriented, others: Iterable[_Oriented]) -> _Oriented | None:
+        """The nearest free rotation in the graph that can share an operator with `anchor`."""
+        at = self._order[anchor.rotation.out]
+        candidates = [o for o in others if o.rotation.out not in self._taken and self._share_operator(anchor, o)]
+        candidates.sort(key=lambda o: abs(self._order[o.rotation.out] - at))
+        for candidate in candidates[:2]:
+            outs = [anchor.rotation.out, candidate.rotation.out]
+            inputs = [n for r in (anchor.rotation, candidate.rotation) for n in (r.x, r.cos.node, r.sin.node)]
+            if not self._reaches(outs, inputs):
+                return candidate
+        return None
+
+    def _share_operator(self, a: _Oriented, b: _Oriented) -> bool:
+        ra, rb = a.rotation, b.rotation
+        return (
+            a.attributes == b.attributes
+            and ra.full_width == rb.full_width
+            and ra.width == rb.width
+            and (ra.cos.offset, ra.cos.part, ra.sin.offset, ra.sin.part)
+            == (rb.cos.offset, rb.cos.part, rb.sin.offset, rb.sin.part)
+            and equal(a.batch, b.batch)
+            and equal(a.sequence, b.sequence)
+            and self._numbering.same(ra.cos.node, rb.cos.node)
+            and self._numbering.same(ra.sin.node, rb.sin.node)
+        )
+
+    def _emit_rotary(self, q: _Oriented, k: _Oriented | None) -> None:
+        operands = self._operands(q)
+        cos_dtypes = {node.meta["val"].dtype for node in (operands.cos, operands.sin)}
+        x_dtype = q.rotation.x.meta["val"].dtype
+        if len(cos_dtypes) != 1 or not cos_dtypes <= {torch.float32, x_dtype}:
+            names = ", ".join(sorted(str(dtype) for dtype in cos_dtypes))
+            self._result.near_misses.append(
+                f"rotation {name_of(q.rotation.out)} was left alone: its cos and sin are {names}, "
+                f"the fused operators take float32 or the dtype of the rotated tensor ({x_dtype})"
+            )
+            return
+        members = [member for member in (q, k) if member is not None]
+        views = [
+            self._emit.to_canonical(
+                self._emit.columns(member.rotation.x, member.rotation.x_offset, member.rotation.width), member.roles
+            )
+            for member in members
+        ]
+        node = self._emit.call(
+            rotary_qk,
+            views[0],
+            views[1] if k is not None else None,
+            operands.cos,
+            operands.sin,
+            operands.positions,
+            q.attributes.encode(),
+        )
+        outputs = [self._emit.call(operator.getitem, node, index) for index in range(2)]
+        for member, output in zip(members, outputs, strict=False):
+            out = member.rotation.out
+            self._take_over(out, self._emit.from_canonical(output, member.roles), node)
+            self._canonical_of[out] = (output, member.roles)
+            for quantisation in self._quantised.get(out, ()):
+                if quantisation.out not in self._taken:
+                    self._emit_quantisation(quantisation, out, output, member.roles)
+
+    def _operands(self, oriented: _Oriented) -> CosSinOperands:
+        return cos_sin_operands(
+            self._emit, oriented.rotation, oriented.roles, self._numbering, keep_rounding=self._exact
+        )
+
+    # quantisation of q
+
+    def _group_quantisations(self) -> dict[Node, list[Fp8Quantisation]]:
+        """Static quantisations of whole rotation outputs, by that output."""
+        outs = {rotation.out for rotation in self._findings.rotations}
+        stored = {write.quantisation.out for write in self._findings.writes if write.quantisation is not None}
+        grouped: dict[Node, list[Fp8Quantisation]] = {}
+        for quantisation in self._findings.quantisations:
+            if quantisation.out in stored or not self._scalar_scale(quantisation):
+                continue
+            node = quantisation.x
+            for _ in range(16):
+                if node in outs:
+                    grouped.setdefault(node, []).append(quantisation)
+                    break
+                if node.op != "call_function" or node.target not in VIEW_TARGETS or not isinstance(node.args[0], Node):
+                    break
+                node = node.args[0]
+        return grouped
+
+    @staticmethod
+    def _scalar_scale(quantisation: Fp8Quantisation) -> bool:
+        return not isinstance(quantisation.scale, Node) or all(is_one(d) for d in quantisation.scale.meta["val"].shape)
+
+    def _emit_quantisation(self, quantisation: Fp8Quantisation, out: Node, output: Node, roles: str) -> None:
+        path = self._value_path(out, quantisation)
+        if path is None:
+            return
+        scale, value = self._scale(quantisation)
+        attributes = QuantAttributes(quantisation.dtype, quantisation.scale_multiplies, value)
+        q8 = self._emit.call(quantize_fp8, output, scale, attributes.encode())
+        views = [step for step in path if step.target in VIEW_TARGETS]
+        self._take_over(quantisation.out, self._emit.replay(views, self._emit.from_canonical(q8, roles)), q8)
+
+    @staticmethod
+    def _value_path(out: Node, quantisation: Fp8Quantisation) -> list[Node] | None:
+        """Nodes from the rotation's output to the FP8 tensor along the quantised value."""
+        path: list[Node] = []
+        node = quantisation.out
+        while node is not out:
+            sources = [
+                source
+                for source in node.all_input_nodes
+                if source is out or source in quantisation.nodes or source is quantisation.x or _leads_to(out, source)
+            ]
+            if not sources or len(path) > 32:
+                return None
+            path.append(node)
+            node = sources[0]
+        return path[::-1]
+
+    def _scale(self, quantisation: Fp8Quantisation | None) -> tuple[Node | None, float]:
+        """Scale tensor (one or more elements, flat) or number."""
+        if quantisation is None:
+            return None, 1.0
+        if not isinstance(quantisation.scale, Node):
+            return None, float(quantisation.scale)
+        return quantisation.scale, 1.0
+
+    # cache writes
+
+    def _emit_writes(self, write_of: dict[Node, CacheWrite]) -> None:
+        k_writes = {write.node: out for out, write in write_of.items() if out in self._canonical_of}
+        writes = self._findings.writes
+        for write in sorted(writes, key=lambda w: (w.node not in k_writes, self._order[w.node])):
+            if write.node in self._taken:
+                continue
+            out = k_writes.get(write.node)
+            partner = self._write_partner(write, k_writes) if out is not None else None
+            self._emit_write(write, partner, out)
+
+    def _write_partner(self, k_write: CacheWrite, k_writes: dict[Node, Node]) -> CacheWrite | None:
+        """The nearest unrotated write at the same slots: V's."""
+        at = self._order[k_write.node]
+        candidates = [
+            w
+            for w in self._findings.writes
+            if w is not k_write and w.node not in self._taken and w.node not in k_writes and self._pairs(k_write, w)
+        ]
+        candidates.sort(key=lambda w: abs(self._order[w.node] - at))
+        for candidate in candidates[:2]:
+            outs = [k_write.node, k_write.result, candidate.node, candidate.result]
+            if k_write.base is candidate.base:
+                first, second = sorted((k_write, candidate), key=lambda w: self._order[w.node])
+                if second.previous is not first.result:
+                    continue
+                outs = [second.node, second.result]
+            inputs = [k_write.value, candidate.value, *self._slot_nodes(k_write)]
+            if not self._reaches(outs, inputs):
+                return candidate
+        return None
+
+    def _pairs(self, a: CacheWrite, b: CacheWrite) -> bool:
+        def same(x: Node | int | None, y: Node | int | None) -> bool:
+            if isinstance(x, Node) and isinstance(y, Node):
+                return self._numbering.same(x, y)
+            return x == y
+
+        if not same(a.slots, b.slots) or not same(a.slot_offsets, b.slot_offsets):
+            return False
+        if _without_selects(a.layout) != _without_selects(b.layout):
+            return False
+        if (a.quantisation is None) != (b.quantisation is None):
+            return False
+        if a.quantisation is not None and b.quantisation is not None:
+            first, second = a.quantisation, b.quantisation
+            if (first.dtype, first.scale_multiplies) != (second.dtype, second.scale_multiplies):
+                return False
+        shapes = [[s for s in w.value.meta["val"].shape[:-1]] for w in (a, b)]
+        return (
+            equal(math.prod(shapes[0]), math.prod(shapes[1])) and a.base.meta["val"].dtype == b.base.meta["val"].dtype
+        )
+
+    @staticmethod
+    def _slot_nodes(write: CacheWrite) -> list[Node]:
+        return [node for node in (write.slots, write.slot_offsets) if isinstance(node, Node)]
+
+    def _emit_write(self, k_write: CacheWrite, v_write: CacheWrite | None, k_out: Node | None) -> None:
+        if k_out is not None:
+            k, roles = self._canonical_of[k_out]
+        else:
+            k = self._value(k_write, None)
+        v = self._value(v_write, k) if v_write is not None else None
+        joint = v_write is not None and v_write.base is k_write.base
+        slots, offsets = self._slots(k_write)
+        k_scale, k_value = self._scale(k_write.quantisation)
+        v_scale, v_value = self._scale(v_write.quantisation if v_write is not None else None)
+        quantisation = k_write.quantisation
+        attributes = KvWriteAttributes(
+            k_layout=k_write.layout,
+            v_layout=v_write.layout if v_write is not None else k_write.layout,
+            skip_negative_slots=False,
+            kv_fp8=quantisation.dtype if quantisation is not None else None,
+            scale_multiplies=quantisation.scale_multiplies if quantisation is not None else False,
+            k_scale_value=k_value,
+            v_scale_value=v_value,
+            in_place_already=self._in_place_already([w for w in (k_write, v_write) if w is not None]),
+        )
+        node = self._emit.call(
+            kv_write,
+            k_write.base,
+            v_write.base if v_write is not None and not joint else None,
+            k,
+            v,
+            slots,
+            offsets,
+            k_scale,
+            v_scale,
+            attributes.encode(),
+        )
+        outputs = [self._emit.call(operator.getitem, node, index) for index in range(2)]
+        if joint:
+            assert v_write is not None
+            first, last = sorted((k_write, v_write), key=lambda w: self._order[w.node])
+            self._finish_write(first, outputs[0], node, whole=False)
+            self._finish_write(last, outputs[0], node)
+        else:
+            self._finish_write(k_write, outputs[0], node)
+            if v_write is not None:
+                self._finish_write(v_write, outputs[1], node)
+
+    def _in_place_already(self, writes: Sequence[CacheWrite]) -> bool:
+        from rope_fusion.canonical.kv_cache import is_already_in_place
+
+        return all(is_already_in_place(write) for write in writes)
+
+    def _finish_write(self, write: CacheWrite, new_cache: Node, canonical: Node, whole: bool = True) -> None:
+        """Readers of the written cache, whole or through the view that was written, read the new whole cache."""
+        if write.node is not write.result:
+            source = write.node.args[0]
+            assert isinstance(source, Node)
+            path = _path_between(write.previous, source) or _path_between(write.base, source)
+            if path is None:
+                raise RuntimeError(f"no chain of views leads from the cache to {write.node.name}")
+            self._take_over(write.node, self._emit.replay(path, new_cache), canonical)
+        if whole:
+            self._take_over(write.result, new_cache, canonical)
+        self._taken.add(write.node)
+
+    def _value(self, write: CacheWrite, like: Node | None) -> Node:
+        """What `write` stores as [batch, sequence, heads, dim], with the batch and sequence of `like`."""
+        node, axes = write.value, write.value_axes.split()
+        shape = node.meta["val"].shape
+        if axes == ["b", "h", "s", "d"] or axes == ["b", "s", "h", "d"]:
+            return self._emit.to_canonical(node, "".join(axes))
+        if axes == ["t", "h", "d"]:
+            node = self._emit.to_canonical(node, "shd")
+        elif axes == ["t", "(hd)"]:
+            heads = like.meta["val"].shape[2] if like is not None else 1
+            node = self._emit.call(aten.reshape.default, node, [1, -1, heads, shape[-1] // heads])
+        if like is not None and not is_one(like.meta["val"].shape[0]):
+            heads, dim = node.meta["val"].shape[2:]
+            batch, sequence = like.meta["val"].shape[:2]
+            sizes = [batch if isinstance(batch, int) else self._emit.call(aten.sym_size.int, like, 0), -1, heads, dim]
+            if isinstance(sequence, int):
+                sizes = [-1, sequence, heads, dim]
+            node = self._emit.call(aten.reshape.default, node, sizes)
+        return node
+
+    def _slots(self, write: CacheWrite) -> tuple[Node, Node | None]:
+        if isinstance(write.slots, Node) and isinstance(write.slots.meta["val"], torch.Tensor):
+            return write.slots, write.slot_offsets
+        start = write.slots
+        value = write.value.meta["val"]
+        at = write.value_axes.split().index("s" if "s" in write.value_axes.split() else "t")
+        length: Any = value.shape[at]
+        if not isinstance(length, int):
+            length = self._emit.call(aten.sym_size.int, write.value, at)
+        end = (
+            self._emit.call(operator.add, start, length)
+            if isinstance(start, Node) or isinstance(length, Node)
+            else start + length
+        )
+        slots = self._emit.call(aten.arange.start, start, end, dtype=torch.int64, device=value.device, pin_memory=False)
+        return slots, None
+
+    def _reaches(self, sources: Sequence[Node], targets: Sequence[Node]) -> bool:
+        """Whether a target depends on a source's value; only nodes between them in the graph's order are walked."""
+        wanted = set(targets)
+        bound = max((self._order[node] for node in targets), default=-1)
+        stack = [user for node in sources for user in self._users[node]]
+        seen: set[Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in wanted:
+                return True
+            if node in seen or self._order[node] > bound:
+                continue
+            seen.add(node)
+            stack.extend(self._users[node])
+        return False
+
+    def _take_over(self, old: Node, new: Node, canonical: Node) -> None:
+        """Users of `old` read `new`, a view of an output of `canonical`, from here on; `restore` undoes it."""
+        added = set()
+        stack = [new]
+        while stack:
+            node = stack.pop()
+            if node not in self._order and node not in added:
+                added.add(node)
+                stack.extend(node.all_input_nodes)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in added and user in self._order)
+        self._result.origin[new] = (old, canonical)
+        self._taken.add(old)
+
+
+def restore(graph: Graph, result: Canonicalised, originals: Container[Node]) -> set[Node]:
+    """Give back the values whose canonical operators no pattern replaced, and erase those operators.
+
+    Returns:
+        the original nodes whose values a pattern took over.
+    """
+    alive = set(graph.nodes)
+    replaced = set()
+    for new, (old, canonical) in result.origin.items():
+        if canonical in alive:
+            new.replace_all_uses_with(old)
+        else:
+            replaced.add(old)
+    for node in reversed(list(graph.nodes)):
+        if node not in originals and not node.users:
+            graph.erase_node(node)
+    return replaced
+
+
+def _leads_to(out: Node, node: Node) -> bool:
+    """Whether `node` is `out` seen through views."""
+    return view_path(out, node) is not None
+
+
+def _path_between(start: Node, end: Node) -> list[Node] | None:
+    through = VIEW_TARGETS | {aten.select.int, aten.slice.Tensor, aten.view.dtype, operator.getitem, aten.unbind.int}
+    return view_path(start, end, frozenset(through))
+
+
+def _without_selects(layout: str) -> str:
+    return " ".join("#" if token.isdigit() else token for token in layout.split())
+
+
+__all__ = ["CANONICAL_ROLES", "Canonicalised", "Canonicaliser", "Findings", "name_of", "restore"]

@@ -1,0 +1,65 @@
+"""The canonical operators: what recognisers rewrite into, and what patterns are written over.
+
+They live only while the pass runs: a pattern replaces them or the pass restores the nodes they came from, so only
+fake implementations exist. All activations are 4-D, ``[batch, sequence, heads, dim]``, in any strides.
+
+=================  ==============================================================================================
+`rotary_qk`        rotation of the tensors of one layer that share cos and sin -> (q', k'); k' is empty without k
+`quantize_fp8`     static FP8 quantisation with clamp, elementwise
+`kv_write`         functional update of whole caches -> (k_cache', v_cache'). Without `v` one tensor is stored; with
+                   `v` but no `v_cache` both live in one joint buffer, and k_cache' holds both writes
+=================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rope_fusion.canonical.attributes import QuantAttributes, RotaryAttributes
+
+_LIBRARY = torch.library.Library("rope_fusion_canonical", "DEF")
+_LIBRARY.define(
+    "rotary_qk(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, str attributes) -> (Tensor, Tensor)"
+)
+_LIBRARY.define("quantize_fp8(Tensor x, Tensor? scale, str attributes) -> Tensor")
+_LIBRARY.define(
+    "kv_write(Tensor k_cache, Tensor? v_cache, Tensor k, Tensor? v, Tensor slots, Tensor? slot_offsets, "
+    "Tensor? k_scale, Tensor? v_scale, str attributes) -> (Tensor, Tensor)"
+)
+
+rotary_qk = torch.ops.rope_fusion_canonical.rotary_qk.default
+quantize_fp8 = torch.ops.rope_fusion_canonical.quantize_fp8.default
+kv_write = torch.ops.rope_fusion_canonical.kv_write.default
+
+CANONICAL = frozenset({rotary_qk, quantize_fp8, kv_write})
+
+
+@torch.library.register_fake("rope_fusion_canonical::rotary_qk", lib=_LIBRARY)
+def _rotary_qk(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, attributes: str
+) -> tuple[Tensor, Tensor]:
+    dtype = RotaryAttributes.decode(attributes).out_dtype
+    rotated_k = q.new_empty((0,), dtype=dtype) if k is None else torch.empty_like(k, dtype=dtype)
+    return torch.empty_like(q, dtype=dtype), rotated_k
+
+
+@torch.library.register_fake("rope_fusion_canonical::quantize_fp8", lib=_LIBRARY)
+def _quantize_fp8(x: Tensor, scale: Tensor | None, attributes: str) -> Tensor:
+    return torch.empty_like(x, dtype=QuantAttributes.decode(attributes).dtype)
+
+
+@torch.library.register_fake("rope_fusion_canonical::kv_write", lib=_LIBRARY)
+def _kv_write(
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    k: Tensor,
+    v: Tensor | None,
+    slots: Tensor,
+    slot_offsets: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    attributes: str,
+) -> tuple[Tensor, Tensor]:
+    v_result = k_cache.new_empty((0,)) if v_cache is None else torch.empty_like(v_cache)
+    return torch.empty_like(k_cache), v_result

@@ -1,0 +1,202 @@
+"""The graph pass: canonicalise, match by priority, restore.
+
+It runs as Inductor's `post_grad_custom_pre_pass`. A graph in which nothing is fused comes out node for node as it went in, and so does
+one in which anything goes wrong (`rope_fusion.strict` raises instead).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from rope_fusion._torch import CustomGraphPass, auto_functionalized, detect_fake_mode, stable_topological_sort
+from rope_fusion.canonical.canonicalise import Canonicaliser, Findings, restore
+from rope_fusion.canonical.emitter import Emitter
+from rope_fusion.canonical.fp8 import find_fp8_quantisations
+from rope_fusion.canonical.kv_cache import find_cache_writes
+from rope_fusion.canonical.operators import CANONICAL, rotary_qk
+from rope_fusion.canonical.rotary import explain_near_misses, find_rotations
+from rope_fusion.capability import GateContext
+from rope_fusion.catalog import CatalogEntry, load_patterns
+from rope_fusion.graph_text import dump_graphs, graph_to_text
+from rope_fusion.matcher import PatternRunner
+from rope_fusion.options import Options
+from rope_fusion.report import GraphReport, RopeFusionWarning, publish
+from rope_fusion.transaction import GraphTransaction
+
+aten = torch.ops.aten
+
+
+class FusionPass(CustomGraphPass):
+    """Rewrites one post-grad graph in place and publishes what it did.
+
+    Args:
+        options: the user's choices.
+        on_report: called with the finished report of each graph; by default it is published with Inductor's counters, so that
+            caches store it with the graph.
+    """
+
+    def __init__(self, options: Options, on_report: Callable[[GraphReport], None] = publish) -> None:
+        self.options = options
+        self._on_report = on_report
+
+    def __call__(self, graph: Graph) -> None:
+        report = GraphReport()
+        start = time.perf_counter()
+        report.nodes_before = report.nodes_after = len(graph.nodes)
+        dump = self.options.dump_dir
+        before = graph_to_text(graph) if dump else ""
+        transaction = GraphTransaction(graph)
+        try:
+            hits = self._rewrite(graph, report, transaction)
+            if not hits:
+                transaction.roll_back()
+        except Exception as error:
+            transaction.roll_back()
+            for pattern in report.patterns.values():
+                pattern.hits = 0
+            sentence = f"the pass failed with {type(error).__name__}: {error}; the graph was compiled unfused"
+            if self.options.strict:
+                raise
+            report.failure(sentence)
+            warnings.warn(f"rope_fusion: {sentence}", RopeFusionWarning, stacklevel=2)
+        report.nodes_after = len(graph.nodes)
+        report.pass_ms = (time.perf_counter() - start) * 1e3
+        if dump:
+            report.dump = str(dump_graphs(dump, report.name or "graph", before, graph_to_text(graph)))
+        self._on_report(report)
+
+    def _rewrite(self, graph: Graph, report: GraphReport, transaction: GraphTransaction) -> int:
+        fake_mode = detect_fake_mode([node.meta["val"] for node in graph.nodes if "val" in node.meta])
+        if fake_mode is None:
+            return 0
+        context = GateContext(_device_of(graph), self.options.kernels, self.options.numerics)
+        entries = []
+        for entry in load_patterns(self.options.disable):
+            verdict = entry.verdict(context)
+            report.gate(entry.name, verdict)
+            if verdict is None:
+                entries.append(entry)
+        rotations = find_rotations(graph)
+        report.rotations = len(rotations)
+        for sentence in explain_near_misses(graph, rotations):
+            report.near_miss(sentence)
+        quantisations, quant_refusals = find_fp8_quantisations(graph)
+        writes, write_refusals = find_cache_writes(graph)
+        for sentence in (*quant_refusals, *write_refusals):
+            report.near_miss(sentence)
+        if not entries or not (rotations or writes):
+            return 0
+        runners = [_runner(entry) for entry in entries]
+        emitter = Emitter(graph, fake_mode)
+        exact = self.options.numerics == "exact"
+        originals = set(transaction.original_nodes)
+        hits = 0
+        # What a pattern over rotations left is canonicalised anew for those without, as plain tensors.
+        for over_rotations, group in itertools.groupby(runners, key=lambda runner: rotary_qk in runner.targets):
+            findings = Findings(rotations, quantisations, writes)
+            canonicaliser = Canonicaliser(graph, emitter, findings, exact)
+            result = canonicaliser.run(rotations=over_rotations)
+            for sentence in result.near_misses:
+                report.near_miss(sentence)
+            stable_topological_sort(graph)
+            hits += sum(runner.apply(graph, report) for runner in group)
+            replaced = restore(graph, result, originals)
+            left = [node for node in graph.nodes if node.op == "call_function" and node.target in CANONICAL]
+            if left:
+                raise RuntimeError(f"the canonical operator {left[0].name} was neither fused nor restored")
+            writes = [write for write in writes if write.node not in replaced and write.result not in replaced]
+        if hits:
+            graph.eliminate_dead_code()
+            stable_topological_sort(graph)
+            _drop_unread_outputs(graph, fake_mode)
+        return hits
+
+    def uuid(self) -> Any:
+        """Everything that a compiled graph depends on through this pass."""
+        return _fingerprint(self.options)
+
+
+def _device_of(graph: Graph) -> torch.device:
+    """The device that the graph computes on: the first accelerator found, else the CPU."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.device
+    return torch.device("cpu")
+
+
+def _drop_unread_outputs(graph: Graph, fake_mode: Any) -> None:
+    """The fused operator writes the rotated q and k only where somebody reads them."""
+    fused = torch.ops.rope_fusion.rope_qkv.default
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        functional = node.target is auto_functionalized and node.args[0] is fused
+        if not functional and node.target is not fused:
+            continue
+        read = {user.args[1] for user in node.users}
+        changed = {}
+        for index, flag in enumerate(("need_q", "need_k")):
+            if node.kwargs[flag] and index not in read:
+                changed[flag] = False
+        if changed:
+            node.kwargs = {**node.kwargs, **changed}
+            arguments = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+            with fake_mode, torch.no_grad():
+                node.meta["val"] = node.target(*arguments[0], **arguments[1])
+
+
+@functools.lru_cache(maxsize=64)
+def _runner(entry: CatalogEntry) -> PatternRunner:
+    """Patterns are traced when first needed: about 0.1 s each."""
+    return PatternRunner(entry)
+
+
+@functools.cache
+def _files_digest(files: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
+
+
+def _fingerprint(options: Options) -> str:
+    root = Path(__file__).parent
+    entries = load_patterns(options.disable)
+    files = {str(path) for path in root.rglob("*.py")} | {entry.file for entry in entries if entry.file}
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    gates = {
+        f"{entry.name}@{device}": entry.verdict(GateContext(device, options.kernels, options.numerics))
+        for entry in entries
+        for device in devices
+    }
+    state = {
+        "files": _files_digest(tuple(sorted(files))),
+        "patterns": [[entry.name, entry.priority, entry.origin] for entry in entries],
+        "options": repr(options),
+        "gates": gates,
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+    }
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)

@@ -1,0 +1,137 @@
+"""The fused attention prologue as a functional call: what the RoPE patterns replace their matches by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_fusion._torch import auto_functionalized
+from rope_fusion.canonical.attributes import KvWriteAttributes, QuantAttributes, RotaryAttributes
+from rope_fusion.kernels import rope_qkv as _operator
+
+
+def call_prologue(
+    *,
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    rotary: str,
+    quant: str | None = None,
+    q_scale: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    v: Tensor | None = None,
+    slots: Tensor | None = None,
+    slot_offsets: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv: str | None = None,
+) -> tuple[Any, ...]:
+    """`rope_fusion::rope_qkv` made functional -> (q_rot, k_rot, q_fp8, k_cache', v_cache').
+
+    `rotary`, `quant` and `kv` are encoded attributes of the canonical operators. Both rotated tensors are requested; the pass drops
+    those that nobody reads.
+    """
+    rope = RotaryAttributes.decode(rotary)
+    q_fp8 = QuantAttributes.decode(quant) if quant is not None else None
+    write = KvWriteAttributes.decode(kv) if kv is not None else None
+    arguments = dict(
+        q=q,
+        k=k,
+        v=v,
+        cos=cos,
+        sin=sin,
+        positions=positions,
+        slots=slots,
+        slot_offsets=slot_offsets,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        interleaved=rope.interleaved,
+        inverse=rope.inverse,
+        halves_out=rope.halves_out,
+        rotary_dim=rope.rotary_dim,
+        rotary_start=rope.start,
+        q_fp8=q_fp8.dtype if q_fp8 else None,
+        kv_fp8=write.kv_fp8 if write else None,
+        q_scale_value=q_fp8.scale_value if q_fp8 else 1.0,
+        k_scale_value=write.k_scale_value if write else 1.0,
+        v_scale_value=write.v_scale_value if write else 1.0,
+        q_scale_multiplies=q_fp8.multiplies if q_fp8 else False,
+        kv_scale_multiplies=write.scale_multiplies if write else False,
+        k_layout=write.k_layout if write else "",
+        v_layout=write.v_layout if write else "",
+        skip_negative_slots=write.skip_negative_slots if write else False,
+        math_dtype=rope.math_dtype,
+        exact=rope.exact,
+        need_q=True,
+        need_k=k is not None,
+    )
+    operator = torch.ops.rope_fusion.rope_qkv.default
+    if write is None:
+        return operator(**arguments, k_cache=None, v_cache=None)
+    result = auto_functionalized(operator, **arguments, k_cache=k_cache, v_cache=v_cache)
+    q_rot, k_rot, q8, new_k, new_v = result
+    return q_rot, k_rot, q8, new_k, new_v if v_cache is not None else new_k
+
+
+def refuse_prologue(
+    *,
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    rotary: str,
+    quant: str | None = None,
+    q_scale: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    v: Tensor | None = None,
+    slots: Tensor | None = None,
+    slot_offsets: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv: str | None = None,
+) -> str | None:
+    """Why this match must stay as it is, or None; the arguments are those of `call_prologue` as fake tensors."""
+    for what, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor is None:
+            continue
+        if not all(isinstance(size, int) for size in tensor.shape[2:]):
+            return (
+                f"the heads or head_dim of {what} are symbolic ({tuple(tensor.shape[2:])}); "
+                "mark only batch and sequence as dynamic (dynamic=None or torch._dynamo.mark_dynamic)"
+            )
+        if tensor.stride(3) != 1:
+            return f"the last dim of {what} has stride {tensor.stride(3)}; the fused operator reads contiguous heads"
+    if kv is not None and v is None:
+        return "only k is written to a cache, no write of a v at the same slots was found"
+    devices = {
+        t.device for t in (q, k, v, cos, sin, positions, k_cache, v_cache, slots, q_scale) if t is not None and t.dim()
+    }
+    if len(devices) > 1:
+        return f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
+    if cos.stride(-1) != 1 or sin.stride(-1) != 1:
+        return "the columns of cos and sin are not contiguous"
+    if q.device.type == "cpu":
+        return None
+    rope = RotaryAttributes.decode(rotary)
+    write = KvWriteAttributes.decode(kv) if kv is not None else None
+    return _operator.unsupported(
+        _operator.target_of(q.device),
+        q_dtype=q.dtype,
+        cos_dtype=cos.dtype,
+        head_dim=q.shape[3],
+        rotary_dim=rope.rotary_dim,
+        v_head_dim=v.shape[3] if v is not None else None,
+        math_dtype=rope.math_dtype if rope.exact else torch.float32,
+        q_fp8=QuantAttributes.decode(quant).dtype if quant is not None else None,
+        kv_fp8=write.kv_fp8 if write is not None else None,
+        cache_dtypes=[cache.dtype for cache in (k_cache, v_cache) if cache is not None],
+        index_dtypes=[index.dtype for index in (positions, slots, slot_offsets) if index is not None],
+    )
