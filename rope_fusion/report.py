@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 import textwrap
 import warnings
 from collections import Counter
@@ -98,11 +99,12 @@ class GraphReport:
 
     @property
     def warning(self) -> str | None:
-        """Why nothing was fused although rotations were found; None where that is not so."""
+        """What a user should know: the pass failed, or nothing was fused although rotations were found."""
+        if self.failures:
+            return shorten_list(self.failures)
         if not self.rotations or self.hits:
             return None
         reasons = [
-            *self.failures,
             *(f"{name}: {sentence}" for name, p in self.patterns.items() for sentence in p.refusals),
             *self.near_misses,
             *(f"{name}: {p.gate}" for name, p in self.patterns.items() if p.gate),
@@ -272,7 +274,7 @@ def publish_and_warn(graph: GraphReport) -> None:
 
 
 def warn_unfused(graphs: list[GraphReport]) -> None:
-    """Warn, once per distinct reason, of graphs whose rotations were found and none fused."""
+    """Warn, once per distinct reason, of what ``GraphReport.warning`` says."""
     for sentence in dict.fromkeys(graph.warning for graph in graphs if graph.warning):
         warnings.warn(f"rope_fusion: {sentence}", RopeFusionWarning, stacklevel=2)
 
@@ -297,6 +299,6 @@ def take(before: dict[str, int]) -> list[GraphReport]:
 
 
 def _inductor_counters() -> Counter[str]:
-    from rope_fusion._torch import counters
-
-    return counters["inductor"]
+    """Inductor's counters; where Dynamo was never imported nothing was compiled, and importing it would take long."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return Counter() if dynamo is None else dynamo.counters["inductor"]
