@@ -171,13 +171,18 @@ def rotated(
     if positions is not None:
         rows = positions if positions.dim() == 2 else positions.unsqueeze(0)
         cos, sin = cos[rows.long()], sin[rows.long()]
+    if rotary.halves_out:  # the pairs become halves first: then cos and sin columns go with the output's elements
+        stop = rotary.rotary_start + rotary.rotary_dim
+        pairs = x[..., rotary.rotary_start : stop]
+        pieces = (x[..., : rotary.rotary_start], pairs[..., 0::2], pairs[..., 1::2], x[..., stop:])
+        x = torch.cat(pieces, -1)
     result = rotate_reference(
         x,
         cos.unsqueeze(2),
         sin.unsqueeze(2),
-        interleaved=rotary.interleaved,
+        interleaved=rotary.interleaved and not rotary.halves_out,
         inverse=rotary.inverse,
-        halves_out=rotary.halves_out,
+        halves_out=False,
         rotary_dim=rotary.rotary_dim,
         rotary_start=rotary.rotary_start,
         math_dtype=rotary.math_dtype if rotary.exact else wide,

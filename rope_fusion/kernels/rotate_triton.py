@@ -32,6 +32,27 @@ def _cast(value, ROUND: tl.constexpr, MATH: tl.constexpr, DTYPE: tl.constexpr):
     return value.to(DTYPE)
 
 
+@triton.jit
+def _head_offset(head, group_stride, head_stride, HEADS: tl.constexpr, GROUP_HEADS: tl.constexpr):
+    """Where each head's row begins in an output with its heads in groups."""
+    if GROUP_HEADS < HEADS:
+        group = (head // GROUP_HEADS).to(tl.int64)
+        return (group * group_stride + (head % GROUP_HEADS).to(tl.int64) * head_stride)[None, :, None]
+    return (head.to(tl.int64) * head_stride)[None, :, None]
+
+
+@triton.jit
+def _trig(row, column, mask, BLOCK_H: tl.constexpr):
+    """Columns of the tokens' cos or sin rows, loaded for every head.
+
+    The repeats hit the first-level cache. Loaded once and broadcast, they would get a thread layout of their own, and x
+    would have to go through shared memory to meet it.
+    """
+    shape: tl.constexpr = (row.shape[0], BLOCK_H, column.shape[0])
+    pointers = tl.broadcast_to(row + column[None, None, :], shape)
+    return tl.load(pointers, mask=tl.broadcast_to(mask, shape), other=0.0)
+
+
 @triton.jit(do_not_specialize=["tokens", "sequence", "p_b", "p_s"])
 def rotate_kernel(
     x, cos, sin, positions, scale, out, scales,
@@ -58,20 +79,10 @@ def rotate_kernel(
     else:
         b = (token // sequence).to(tl.int64)
         s = (token % sequence).to(tl.int64)
-    h = head.to(tl.int64)
     inside = (token < tokens)[:, None, None]
     mask = inside & (head < HEADS)[None, :, None] & (column < WIDTH)[None, None, :]
 
-    x_row = x + FIRST + (b * x_b + s * x_s)[:, None, None] + (h * x_h)[None, :, None]
-    o_row = out + FIRST + (b * o_b + s * o_s)[:, None, None]
-    o_row += (h // GROUP_HEADS * o_g + h % GROUP_HEADS * o_h)[None, :, None]
-    r = column - START
-    rotary = (r >= 0) & (r < 2 * HALF)
-    own_column = column
-    if HALVES_OUT:
-        own_column = tl.where(rotary, START + tl.where(r < HALF, 2 * r, 2 * (r - HALF) + 1), column)
-    own = tl.load(x_row + own_column[None, None, :], mask=mask)
-
+    # the chain position -> row -> cos is the longest: it starts first
     if GATHER:
         row = tl.load(positions + b * p_b + s * p_s, mask=token < tokens, other=0).to(tl.int64)
         cos_row = cos + (row * cos_s)[:, None, None]
@@ -80,19 +91,27 @@ def rotate_kernel(
         cos_row = cos + (b * cos_b + s * cos_s)[:, None, None]
         sin_row = sin + (b * sin_b + s * sin_s)[:, None, None]
 
+    r = column - START
+    rotary = (r >= 0) & (r < 2 * HALF)
+    own_column = column
+    if HALVES_OUT:
+        own_column = tl.where(rotary, START + tl.where(r < HALF, 2 * r, 2 * (r - HALF) + 1), column)
+    x_row = x + FIRST + (b * x_b + s * x_s)[:, None, None] + (head.to(tl.int64) * x_h)[None, :, None]
+    own = tl.load(x_row + own_column[None, None, :], mask=mask)
+
     if INTERLEAVED and not HALVES_OUT:
         # both elements of a pair are in one thread's 16 bytes: no second load
         first, second = tl.split(tl.reshape(own, (BLOCK_T, BLOCK_H, BLOCK_D // 2, 2)))
         k = tl.arange(0, BLOCK_D // 2) - START // 2
         pair = ((k >= 0) & (k < HALF))[None, None, :]
         if FULL:
-            cos_first = tl.load(cos_row + 2 * k[None, None, :], mask=inside & pair, other=0.0)
-            cos_second = tl.load(cos_row + 2 * k[None, None, :] + 1, mask=inside & pair, other=0.0)
-            sin_first = tl.load(sin_row + 2 * k[None, None, :], mask=inside & pair, other=0.0)
-            sin_second = tl.load(sin_row + 2 * k[None, None, :] + 1, mask=inside & pair, other=0.0)
+            cos_first = _trig(cos_row, 2 * k, inside & pair, BLOCK_H)
+            cos_second = _trig(cos_row, 2 * k + 1, inside & pair, BLOCK_H)
+            sin_first = _trig(sin_row, 2 * k, inside & pair, BLOCK_H)
+            sin_second = _trig(sin_row, 2 * k + 1, inside & pair, BLOCK_H)
         else:
-            cos_first = tl.load(cos_row + k[None, None, :], mask=inside & pair, other=0.0)
-            sin_first = tl.load(sin_row + k[None, None, :], mask=inside & pair, other=0.0)
+            cos_first = _trig(cos_row, k, inside & pair, BLOCK_H)
+            sin_first = _trig(sin_row, k, inside & pair, BLOCK_H)
             cos_second = cos_first
             sin_second = sin_first
         if INVERSE:
@@ -118,14 +137,15 @@ def rotate_kernel(
         if not FULL:
             k = tl.where(low, r, r - HALF)
         trig_mask = inside & rotary[None, None, :]
-        c = tl.load(cos_row + k[None, None, :], mask=trig_mask, other=0.0)
-        sn = tl.load(sin_row + k[None, None, :], mask=trig_mask, other=0.0)
+        c = _trig(cos_row, k, trig_mask, BLOCK_H)
+        sn = _trig(sin_row, k, trig_mask, BLOCK_H)
         sn = tl.where(low[None, None, :] == INVERSE, sn, -sn)
         turned = _cast(_turn(own, other, c, sn, ROUND, MATH), ROUND, MATH, ROUNDED)
         y = tl.where(rotary[None, None, :], turned, own.to(ROUNDED))
 
     if IN_PLACE:
         tl.debug_barrier()  # other threads of this program may still read what this one overwrites
+    o_row = out + FIRST + (b * o_b + s * o_s)[:, None, None] + _head_offset(head, o_g, o_h, HEADS, GROUP_HEADS)
     o_tile = o_row + column[None, None, :]
     if GROUP > 0:
         chunks = tl.reshape(y.to(tl.float32), (BLOCK_T, BLOCK_H, BLOCK_D // GROUP, GROUP))
@@ -140,8 +160,7 @@ def rotate_kernel(
         scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
         tl.store(o_tile, tl.reshape(scaled, (BLOCK_T, BLOCK_H, BLOCK_D)).to(out.dtype.element_ty), mask=mask)
         chunk = tl.arange(0, BLOCK_D // GROUP)
-        q_row = scales + (b * q_b + s * q_s)[:, None, None]
-        q_row += (h // GROUP_HEADS * q_g + h % GROUP_HEADS * q_h)[None, :, None]
+        q_row = scales + (b * q_b + s * q_s)[:, None, None] + _head_offset(head, q_g, q_h, HEADS, GROUP_HEADS)
         chunk_mask = inside & (head < HEADS)[None, :, None] & (chunk < WIDTH // GROUP)[None, None, :]
         tl.store(q_row + chunk[None, None, :], step, mask=chunk_mask)
     elif FP8_MAX > 0:
