@@ -227,7 +227,7 @@ def make_options(settings: Mapping[str, Any]) -> Options:
     settings = {name.replace("-", "_"): value for name, value in settings.items()}
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.0)[0]
             raise RopeFusionOptionError(
                 f"unknown option {PREFIX}{_clip(name)}; the nearest known one is {PREFIX}{near} "
                 "(`rope-fusion options` lists them all)"
