@@ -54,8 +54,11 @@ class Fp8Quantisation:
     scale: Node | float  # one element, or one per head where `per_head`
     scale_multiplies: bool  # out = x * scale
     dtype: torch.dtype
-    scale_dtype: torch.dtype  # dtype in which the scaled value is computed
+    scale_dtype: torch.dtype  # dtype to which the scaled value is rounded before it becomes FP8
     nodes: frozenset[Node]
+    per_head: bool = False  # the scale holds one element per head, else a single one
+    scale_axis: int | None = None  # dim of `x`, counted from the end, along which a per-head scale varies
+    reciprocal: Node | None = None  # the node that holds 1 / scale where the program multiplied by it
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,4 @@ class CacheWrite:
     slot_offsets: Node | None
     quantisation: Fp8Quantisation | None
     nodes: frozenset[Node]
+    old_value_read: bool = False  # some other node reads, as it was before, what this write may overwrite
