@@ -1,0 +1,188 @@
+"""Which values of a graph to derive once, and how to take their computation out of the graph."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from rope_fusion.canonical.dequant import find_dequantisations, find_table_casts, structure_of
+from rope_fusion.canonical.static_values import FREE_VIEWS, MOVEMENTS, StaticValues, tensor_of
+
+WEIGHT_DEQUANT = "weight_dequant"
+COS_SIN_CAST = "cos_sin_cast"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A value that could be computed once.
+
+    Attributes:
+        pattern: the pattern it belongs to.
+        nodes: the nodes of the graph that compute this same value, one per occurrence.
+        sources: the placeholders it is computed from; the first is the weight or table itself.
+        structure: text that equal computations share.
+        saving: bytes of memory traffic that each call is spared.
+        bytes: memory that keeping it takes.
+    """
+
+    pattern: str
+    nodes: tuple[Node, ...]
+    sources: tuple[Node, ...]
+    structure: str
+    saving: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The candidates of a graph and, per pattern, sentences about what came close."""
+
+    candidates: tuple[Candidate, ...]
+    refusals: tuple[tuple[str, str], ...]
+
+
+def find_candidates(graph: Graph, static_placeholders: Iterable[Node]) -> Finding:
+    """Everything in the graph that is a known derivation of static placeholders, in graph order."""
+    static = StaticValues.of(graph, static_placeholders)
+    found = find_dequantisations(graph, static)
+    anchors = [(WEIGHT_DEQUANT, item.out, _placeholder_of(item.codes, static)) for item in found.dequantisations]
+    anchors += [(COS_SIN_CAST, item.out, item.table) for item in find_table_casts(graph, static)]
+    groups: dict[tuple[str, str, tuple[Node, ...]], list[Node]] = {}
+    taken: set[Node] = set()
+    for pattern, anchor, main in anchors:
+        for node in frontier_of(anchor, static):
+            if node in taken:
+                continue
+            taken.add(node)
+            nodes = static.slice(node)
+            others = [item for item in nodes if item.op == "placeholder" and item is not main]
+            structure = hashlib.sha256(structure_of(nodes, node).encode()).hexdigest()
+            groups.setdefault((pattern, structure, (main, *others)), []).append(node)
+    candidates = tuple(
+        _candidate(pattern, nodes, sources, structure) for (pattern, structure, sources), nodes in groups.items()
+    )
+    return Finding(candidates, tuple((WEIGHT_DEQUANT, sentence) for sentence in found.refusals))
+
+
+def frontier_of(anchor: Node, static: StaticValues) -> list[Node]:
+    """Where the values that only move `anchor`'s elements leave the static part, less the views that cost nothing."""
+    region, waiting = {anchor}, [anchor]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in region and user in static.derived and user.target in MOVEMENTS:
+                region.add(user)
+                waiting.append(user)
+    ends: set[Node] = set()
+    for node in region:
+        if all(user in region for user in node.users):
+            continue
+        while node is not anchor and node.target in FREE_VIEWS:
+            node = node.all_input_nodes[0]
+        ends.add(node)
+    return sorted(ends)
+
+
+def _candidate(pattern: str, nodes: Sequence[Node], sources: tuple[Node, ...], structure: str) -> Candidate:
+    size = _bytes(nodes[0])
+    traffic = size + sum(_bytes(source) for source in sources)
+    return Candidate(pattern, tuple(nodes), sources, structure, traffic * len(nodes), size)
+
+
+def _placeholder_of(codes: Node, static: StaticValues) -> Node:
+    return max(static.sources(codes), key=_bytes)
+
+
+def _bytes(node: Node) -> int:
+    value = tensor_of(node)
+    assert value is not None
+    return value.numel() * value.dtype.itemsize
+
+
+def within_budget(
+    candidates: Sequence[Candidate], free: Mapping[torch.device, int], already_kept: Iterable[Candidate] = ()
+) -> set[int]:
+    """Indices of the candidates to take: the biggest saving per byte first, as far as the free bytes of each device reach.
+
+    Those in `already_kept` exist (another graph derived them) and take no further memory.
+    """
+    kept = {id(item) for item in already_kept}
+    left = dict(free)
+    order = sorted(range(len(candidates)), key=lambda i: -candidates[i].saving / max(candidates[i].bytes, 1))
+    taken = set()
+    for index in order:
+        item = candidates[index]
+        device = item.nodes[0].meta["val"].device
+        if id(item) in kept:
+            taken.add(index)
+        elif item.bytes <= left[device]:
+            left[device] -= item.bytes
+            taken.add(index)
+    return taken
+
+
+def budget_bytes(budget: int | float, device: torch.device) -> int:
+    """The option `derived_budget` in bytes: a float is a fraction of the device's memory (on the CPU, of the RAM)."""
+    return budget if isinstance(budget, int) else int(budget * memory_of(device))
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that a device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def computation_of(candidate: Candidate) -> GraphModule:
+    """The candidate's computation as a function of its sources, in their order."""
+    needed: set[Node] = set()
+    waiting = [candidate.nodes[0]]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting.extend(node.all_input_nodes)
+    graph = Graph()
+    copies = {source: graph.placeholder(source.name) for source in candidate.sources}
+    for node in sorted(needed):
+        if node not in copies:
+            copies[node] = graph.node_copy(node, lambda item: copies[item])
+    graph.output(copies[candidate.nodes[0]])
+    for node in graph.nodes:
+        node.meta.clear()  # fake tensors of the compilation
+    return GraphModule({}, graph)
+
+
+def take_out(graph: Graph, candidates: Sequence[Candidate]) -> list[torch.Tensor]:
+    """Replace the candidates by new placeholders after the last one; the fake tensors that stand for them."""
+    last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
+    values = []
+    for index, candidate in enumerate(candidates):
+        old = candidate.nodes[0].meta["val"]
+        with old.fake_mode:
+            value = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"derived_{index}")
+        last.meta["val"] = value
+        if "tensor_meta" in candidate.nodes[0].meta:
+            last.meta["tensor_meta"] = candidate.nodes[0].meta["tensor_meta"]
+        values.append(value)
+        for node in candidate.nodes:
+            node.replace_all_uses_with(last)
+            _erase_unused(graph, node)
+    return values
+
+
+def _erase_unused(graph: Graph, node: Node) -> None:
+    waiting = [node]
+    while waiting:
+        item = waiting.pop()
+        if item.op == "placeholder" or item.users or item._erased:
+            continue
+        sources = item.all_input_nodes
+        graph.erase_node(item)
+        waiting.extend(sources)
