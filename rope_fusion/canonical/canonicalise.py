@@ -254,11 +254,12 @@ class Canonicaliser:
         outputs = [self._emit.call(operator.getitem, node, index) for index in range(2)]
         for member, output in zip(members, outputs, strict=False):
             out = member.rotation.out
+            quantisations = [q for q in self._quantised.get(out, ()) if q.out not in self._taken]
+            paths = [_value_path(out, quantisation) for quantisation in quantisations]
             self._take_over(out, self._emit.from_canonical(output, member.roles), node)
             self._canonical_of[out] = (output, member.roles)
-            for quantisation in self._quantised.get(out, ()):
-                if quantisation.out not in self._taken:
-                    self._emit_quantisation(quantisation, out, output, member.roles)
+            for quantisation, path in zip(quantisations, paths, strict=True):
+                self._emit_quantisation(quantisation, path, output, member.roles)
 
     def _operands(self, oriented: _Oriented) -> CosSinOperands:
         return cos_sin_operands(
@@ -289,32 +290,14 @@ class Canonicaliser:
     def _scalar_scale(quantisation: Fp8Quantisation) -> bool:
         return not isinstance(quantisation.scale, Node) or all(is_one(d) for d in quantisation.scale.meta["val"].shape)
 
-    def _emit_quantisation(self, quantisation: Fp8Quantisation, out: Node, output: Node, roles: str) -> None:
-        path = self._value_path(out, quantisation)
-        if path is None:
-            return
+    def _emit_quantisation(
+        self, quantisation: Fp8Quantisation, path: list[Node], output: Node, roles: str
+    ) -> None:
         scale, value = self._scale(quantisation)
         attributes = QuantAttributes(quantisation.dtype, quantisation.scale_multiplies, value)
         q8 = self._emit.call(quantize_fp8, output, scale, attributes.encode())
         views = [step for step in path if step.target in VIEW_TARGETS]
         self._take_over(quantisation.out, self._emit.replay(views, self._emit.from_canonical(q8, roles)), q8)
-
-    @staticmethod
-    def _value_path(out: Node, quantisation: Fp8Quantisation) -> list[Node] | None:
-        """Nodes from the rotation's output to the FP8 tensor along the quantised value."""
-        path: list[Node] = []
-        node = quantisation.out
-        while node is not out:
-            sources = [
-                source
-                for source in node.all_input_nodes
-                if source is out or source in quantisation.nodes or source is quantisation.x or _leads_to(out, source)
-            ]
-            if not sources or len(path) > 32:
-                return None
-            path.append(node)
-            node = sources[0]
-        return path[::-1]
 
     def _scale(self, quantisation: Fp8Quantisation | None) -> tuple[Node | None, float]:
         """Scale tensor (one or more elements, flat) or number."""
@@ -530,9 +513,24 @@ def restore(graph: Graph, result: Canonicalised, originals: Container[Node]) -> 
     return replaced
 
 
-def _leads_to(out: Node, node: Node) -> bool:
-    """Whether `node` is `out` seen through views."""
-    return view_path(out, node) is not None
+def _value_path(out: Node, quantisation: Fp8Quantisation) -> list[Node]:
+    """Nodes after the rotation's output up to the FP8 tensor, along the quantised value."""
+    rotated = view_path(out, quantisation.x)
+    assert rotated is not None  # grouped by exactly this
+
+    def along(node: Node) -> list[Node] | None:
+        if node is quantisation.x:
+            return []
+        for source in node.all_input_nodes:
+            if source is quantisation.x or source in quantisation.nodes:
+                path = along(source)
+                if path is not None:
+                    return [*path, node]
+        return None
+
+    path = along(quantisation.out)
+    assert path is not None
+    return rotated + path
 
 
 def _path_between(start: Node, end: Node) -> list[Node] | None:
