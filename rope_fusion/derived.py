@@ -61,8 +61,8 @@ def attribute_path(source: str) -> str:
 class HoistedFunction:
     """A compiled function whose last inputs are derived tensors.
 
-    It deliberately has no `_fx_graph_cache_key`: AOTAutograd's cache would store the inner function alone, and on a hit call
-    it without these inputs. Inductor's own cache, below it, is used as always.
+    It deliberately has no `_fx_graph_cache_key`: AOTAutograd's cache would store the inner function alone, and on a hit
+    call it without these inputs. Inductor's own cache, below it, is used as always.
     """
 
     inner: Compiled
@@ -207,8 +207,8 @@ class _Planner:
                 return f"{info.name} is written by this graph"
             if info.is_inference and not self._options.assume_frozen:
                 return (
-                    f"{info.name} was made under inference_mode and carries no version counter; make it outside, or set "
-                    "rope_fusion.assume_frozen"
+                    f"{info.name} was made under inference_mode and carries no version counter; make it outside, or "
+                    "set rope_fusion.assume_frozen"
                 )
         main = candidate.sources[0]
         if self._info[main].requires_grad and main.meta["val"].dtype.itemsize > 1:
@@ -257,8 +257,8 @@ def _stores_inner_functions() -> bool:
 def invalidate(target: object) -> None:
     """Compute again, now and in place, everything derived from a module, a tensor or an iterable of them.
 
-    To be called after writes that leave the version counter alone. CUDA graphs that read the derived tensors see the new
-    values in their next replay.
+    To be called after writes that leave the version counter alone. CUDA graphs that read the derived tensors see the
+    new values in their next replay.
     """
     process_store().recompute(tensor.untyped_storage() for tensor in _tensors_in(target))
 

@@ -106,7 +106,7 @@ def _bytes(node: Node) -> int:
 def within_budget(
     candidates: Sequence[Candidate], free: Mapping[torch.device, int], already_kept: Iterable[Candidate] = ()
 ) -> set[int]:
-    """Indices of the candidates to take: the biggest saving per byte first, as far as the free bytes of each device reach.
+    """Indices of the candidates to take: the biggest saving per byte first, as far as each device's free bytes reach.
 
     Those in `already_kept` exist (another graph derived them) and take no further memory.
     """

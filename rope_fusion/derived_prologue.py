@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_fusion.derived_store import DerivedStore, DerivedTensor, Derivation, bits_of, sample, version_of
+from rope_fusion.derived_store import Derivation, DerivedStore, DerivedTensor, bits_of, sample, version_of
 from rope_fusion.report import RopeFusionWarning
 
 Pointers = tuple[int, ...]
@@ -129,8 +129,8 @@ class Prologue:
             return None
         if any(source.is_cuda for source in sources) and torch.cuda.is_current_stream_capturing():
             self._warn(
-                "derived tensors were missing or stale while a CUDA graph was being captured, so the graph computes them "
-                "in every replay; call the compiled function once before capturing"
+                "derived tensors were missing or stale while a CUDA graph was being captured, so the graph computes "
+                "them in every replay; call the compiled function once before capturing"
             )
             return None
         with self.store.lock:
@@ -185,8 +185,8 @@ class Prologue:
                 derivation.bytes for derivation, entry in zip(self.derivations, entries, strict=True) if not entry
             )
             self._warn(
-                f"rope_fusion.derived_budget has no room for {left} bytes more of derived tensors (this compiled function "
-                "is called with several sets of weights); they are computed in every call"
+                f"rope_fusion.derived_budget has no room for {left} bytes more of derived tensors (this compiled "
+                "function is called with several sets of weights); they are computed in every call"
             )
 
     def _forget_address(self, binding: Binding) -> None:
@@ -220,8 +220,8 @@ class Prologue:
     def _warn_stale(self, name: str) -> None:
         warnings.warn(
             f"rope_fusion: {name} was written without its version counter showing it (`.data.copy_`, a NumPy alias, a "
-            "foreign kernel). What was derived from it has been computed again, but calls since that write may have used "
-            f"the old values: up to {self._interval} of them. Call rope_fusion.invalidate(model) after such a write.",
+            "foreign kernel). What was derived from it has been computed again, but calls since that write may have "
+            f"used the old values, {self._interval} at most. Call rope_fusion.invalidate(model) after such a one.",
             RopeFusionWarning,
             stacklevel=2,
         )

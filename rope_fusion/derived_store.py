@@ -17,7 +17,7 @@ from torch import Tensor
 
 SAMPLES = 256  # elements per source that the sampled check compares
 
-Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+Place = tuple[int, int | torch.SymInt, tuple[int, ...], tuple[int, ...], torch.dtype]
 Key = tuple[str, tuple[Place, ...]]
 
 
@@ -167,7 +167,7 @@ class DerivedStore:
             return entry if entry is not None and entry.made_from(sources) else None
 
     def follow(self, entry: DerivedTensor, sources: Sequence[Tensor], limit: int) -> DerivedTensor | None:
-        """The value for the same tensor objects after their data moved (``.data = ...``), in the same storage if it can be."""
+        """The value for the same tensor objects after their data moved (``.data = ...``), in the same storage."""
         with self.lock:
             if entry.shared_by_storage or self.find(entry.derivation.structure, sources) is not None:
                 return self.obtain(entry.derivation, sources, limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ _MATRIX_PRODUCTS = frozenset(
 
 
 def is_matrix_product(node: Node) -> bool:
-    """Whether Inductor calls a library (or a template) for this node, so that its operands are built in memory first."""
+    """Whether Inductor calls a library (or a template) for this node, so that its operands are built in memory."""
     return isinstance(node.target, torch._ops.OpOverload) and (
         node.target.namespace == "aten" and node.target._schema.name.removeprefix("aten::") in _MATRIX_PRODUCTS
     )
@@ -147,7 +148,7 @@ def _nodes_in(value: object) -> Iterator[Node]:
 
 @dataclass(frozen=True)
 class StaticValues:
-    """The nodes of a graph that are pure functions of static placeholders (`derived`) or of nothing at all (`constants`)."""
+    """The nodes of a graph that are pure functions of static placeholders (`derived`) or of nothing (`constants`)."""
 
     placeholders: frozenset[Node]
     derived: frozenset[Node]
@@ -192,7 +193,7 @@ class StaticValues:
         value = tensor_of(node)
         if node not in self.constants or value is None or value.numel() > 1 << 20:
             return None
-        known: dict[Node, object] = {}
+        known: dict[Node, Any] = {}
         with torch.no_grad():
             for item in self.slice(node):
                 known[item] = _on_cpu(item, known)
@@ -207,7 +208,7 @@ def _known_sizes(node: Node) -> bool:
     return all(isinstance(part, torch.Tensor) and all(isinstance(size, int) for size in part.shape) for part in parts)
 
 
-def _on_cpu(node: Node, known: dict[Node, object]) -> object:
+def _on_cpu(node: Node, known: dict[Node, Any]) -> Any:
     """Run one constant node, wherever the program would have made it, on the CPU and outside every fake mode."""
     arguments, keywords = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda item: known[item])
     if "device" in keywords:
