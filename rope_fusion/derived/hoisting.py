@@ -1,9 +1,4 @@
-"""Derived tensors: what depends only on parameters and buffers is computed once, not in every call.
-
-`hoisting_compile` stands between `compile_fx` and `compile_fx_inner`. It takes known derivations (dequantised weights,
-casts of whole cos/sin caches) out of the graph, hands their values in as further static inputs, and returns a function
-that makes sure before each call that they are fresh. docs/derived.md says what that covers.
-"""
+"""The compile step that takes derivable values out of a graph, and what users call afterwards."""
 
 from __future__ import annotations
 
@@ -17,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from rope_fusion import derived_plan as plan
+from rope_fusion.derived import plan
 from rope_fusion.canonical.static_values import written_placeholders
-from rope_fusion.derived_prologue import Prologue
-from rope_fusion.derived_store import Derivation, DerivedStore, process_store
+from rope_fusion.derived.prologue import Prologue
+from rope_fusion.derived.store import Derivation, DerivedStore, process_store
 from rope_fusion.options import Options
 from rope_fusion.report import GraphReport
 

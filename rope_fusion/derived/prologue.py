@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_fusion.derived_store import Derivation, DerivedStore, DerivedTensor, bits_of, sample, version_of
+from rope_fusion.derived.store import Derivation, DerivedStore, DerivedTensor, bits_of, sample, version_of
 from rope_fusion.report import RopeFusionWarning
 
 Pointers = tuple[int, ...]
