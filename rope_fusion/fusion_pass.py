@@ -22,6 +22,7 @@ from torch.fx import Graph
 from rope_fusion._torch import CustomGraphPass, auto_functionalized, detect_fake_mode, stable_topological_sort
 from rope_fusion.canonical.canonicalise import Canonicaliser, Findings, restore
 from rope_fusion.canonical.emitter import Emitter
+from rope_fusion.canonical.engine_ops import find_engine_ops
 from rope_fusion.canonical.fp8 import find_fp8_quantisations
 from rope_fusion.canonical.kv_cache import find_cache_writes
 from rope_fusion.canonical.operators import CANONICAL, rotary_qk
@@ -87,20 +88,23 @@ class FusionPass(CustomGraphPass):
             report.gate(entry.name, verdict)
             if verdict is None:
                 entries.append(entry)
+        engine = find_engine_ops(graph, fake_mode, self.options.numerics == "exact")
         rotations = find_rotations(graph)
-        report.rotations = len(rotations)
         for sentence in explain_near_misses(graph, rotations):
             report.near_miss(sentence)
         quantisations, quant_refusals = find_fp8_quantisations(graph)
         writes, write_refusals = find_cache_writes(graph)
-        for sentence in (*quant_refusals, *write_refusals):
+        for sentence in (*engine.near_misses, *quant_refusals, *write_refusals):
             report.near_miss(sentence)
+        rotations, quantisations = rotations + engine.rotations, quantisations + engine.quantisations
+        writes = writes + engine.writes
+        report.rotations = len(rotations)
         if not entries or not (rotations or writes):
             return 0
         runners = [_runner(entry) for entry in entries]
         emitter = Emitter(graph, fake_mode)
         exact = self.options.numerics == "exact"
-        originals = set(transaction.original_nodes)
+        originals = set(graph.nodes)
         hits = 0
         # What a pattern over rotations left is canonicalised anew for those without, as plain tensors.
         for over_rotations, group in itertools.groupby(runners, key=lambda runner: rotary_qk in runner.targets):
@@ -117,6 +121,7 @@ class FusionPass(CustomGraphPass):
                 raise RuntimeError(f"the canonical operator {left[0].name} was neither fused nor restored")
             writes = [write for write in writes if write.node not in replaced and write.result not in replaced]
         if hits:
+            engine.finish(graph)
             graph.eliminate_dead_code()
             stable_topological_sort(graph)
             _drop_unread_outputs(graph, fake_mode)

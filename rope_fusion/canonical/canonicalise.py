@@ -317,6 +317,8 @@ class Canonicaliser:
                 continue
             out = k_writes.get(write.node)
             partner = self._write_partner(write, k_writes) if out is not None else None
+            if write.call is not None and partner is None:
+                continue  # an engine's write is in place already; there is nothing to gain without the rotation
             self._emit_write(write, partner, out)
 
     def _write_partner(self, k_write: CacheWrite, k_writes: dict[Node, Node]) -> CacheWrite | None:
@@ -346,6 +348,8 @@ class Canonicaliser:
                 return self._numbering.same(x, y)
             return x == y
 
+        if a.call is not None or b.call is not None:
+            return a.call is b.call
         if not same(a.slots, b.slots) or not same(a.slot_offsets, b.slot_offsets):
             return False
         if _without_selects(a.layout) != _without_selects(b.layout):
@@ -379,7 +383,7 @@ class Canonicaliser:
         attributes = KvWriteAttributes(
             k_layout=k_write.layout,
             v_layout=v_write.layout if v_write is not None else k_write.layout,
-            skip_negative_slots=False,
+            skip_negative_slots=k_write.call is not None,
             kv_fp8=quantisation.dtype if quantisation is not None else None,
             scale_multiplies=quantisation.scale_multiplies if quantisation is not None else False,
             k_scale_value=k_value,
@@ -412,7 +416,7 @@ class Canonicaliser:
     def _in_place_already(self, writes: Sequence[CacheWrite]) -> bool:
         from rope_fusion.canonical.kv_cache import is_already_in_place
 
-        return all(is_already_in_place(write) for write in writes)
+        return all(write.call is not None or is_already_in_place(write) for write in writes)
 
     def _finish_write(self, write: CacheWrite, new_cache: Node, canonical: Node, whole: bool = True) -> None:
         """Readers of the written cache, whole or through the view that was written, read the new whole cache."""

@@ -83,3 +83,19 @@ class CacheWrite:
     quantisation: Fp8Quantisation | None
     nodes: frozenset[Node]
     old_value_read: bool = False  # some other node reads, as it was before, what this write may overwrite
+    call: Node | None = None  # the engine operator that makes this write together with another one: both fuse or neither
+
+
+@dataclass(frozen=True)
+class LayerWrite:
+    """A write of K and V to a cache that the graph knows only by the name of a layer.
+
+    ``value`` and ``value_axes`` are those of K, as in `CacheWrite`; ``node`` is a tensor that orders what follows the write.
+    """
+
+    node: Node
+    value: Node
+    v: Node
+    layer: Node | str | object  # the name, or an opaque object that holds it
+    fused_by_engine: bool  # the engine's operator rotates already
+    value_axes: str = "t h d"

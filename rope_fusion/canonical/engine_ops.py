@@ -1,0 +1,499 @@
+"""Operators of inference engines (vLLM, SGLang, FlashInfer) as the records that the recognisers of plain PyTorch return.
+
+The operators are known by name; nothing is imported, and one that is not registered in this process occurs in no graph. Each call is
+read by `functional`, whatever its form. Where a record needs a value that the graph does not hold as a node of its own (a head view
+of a packed q, the gathered rows of a joined cos/sin table) a node is added for it; `EngineFindings.finish` tidies up.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from rope_fusion.canonical.emitter import Emitter
+from rope_fusion.canonical.functional import (
+    SCATTERS,
+    SPLITS,
+    VIEWS,
+    CallReader,
+    InPlaceCall,
+    Region,
+    functional_target,
+    functionalise,
+    size_arguments,
+)
+from rope_fusion.canonical.layout import equal, is_one
+from rope_fusion.canonical.records import CacheWrite, CosSin, Fp8Quantisation, LayerWrite, Rotation
+
+aten = torch.ops.aten
+
+FP8_KINDS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+INDEX_DTYPES = (torch.int32, torch.int64)
+PER_TENSOR = ([-1, -1], [-1])
+
+
+@dataclass
+class EngineFindings:
+    """What the engine operators of one graph are, and what was added to the graph to say so."""
+
+    rotations: list[Rotation] = field(default_factory=list)
+    quantisations: list[Fp8Quantisation] = field(default_factory=list)
+    writes: list[CacheWrite] = field(default_factory=list)
+    layer_writes: list[LayerWrite] = field(default_factory=list)
+    near_misses: list[str] = field(default_factory=list)
+    _outputs: dict[Node, list[Node]] = field(default_factory=dict)  # call -> values that take over what it made
+    _reader: CallReader | None = None
+    _raw: list[Node] = field(default_factory=list)
+
+    def finish(self, graph: Graph) -> None:
+        """After a fusion: calls that stay are read as before, and in-place calls that became functional are erased."""
+        if self._reader is not None:
+            outputs = self._outputs
+            self._reader.read_through.undo(graph, lambda call: any(out.users for out in outputs.get(call, ())))
+        for node in self._raw:
+            graph.erase_node(node)
+
+
+class _Refused(Exception):
+    """A call is left alone; the message says why."""
+
+
+def find_engine_ops(graph: Graph, fake_mode: Any, exact: bool) -> EngineFindings:
+    """Read every engine operator of `graph`. Adds nodes, and changes which equal value some nodes read.
+
+    With `exact` numerics, operators whose rounding is not known from outside are left alone.
+    """
+    targets = {target for node in graph.nodes if (target := _engine_target(node)) is not None}
+    if not targets:
+        return EngineFindings()
+    return _Finder(graph, fake_mode, exact, targets).run()
+
+
+def _engine_target(node: Node) -> torch._ops.OpOverload | None:
+    target = functional_target(node)
+    if target is None and node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        target = node.target
+    return target if target is not None and target._schema.name in _KNOWN else None
+
+
+class _Finder:
+    def __init__(
+        self, graph: Graph, fake_mode: Any, exact: bool, targets: set[torch._ops.OpOverload]
+    ) -> None:
+        self._graph = graph
+        self._emit = Emitter(graph, fake_mode)
+        self._fake_mode = fake_mode
+        self._exact = exact
+        self._targets = targets
+        self._found = EngineFindings()
+
+    def run(self) -> EngineFindings:
+        mutable = {target for target in self._targets if target._schema.is_mutable}
+        raw = functionalise(self._graph, self._emit, mutable)
+        self._found._raw = raw.replaced
+        self._found.near_misses += raw.refusals
+        reader = self._found._reader = CallReader(self._graph, self._emit, self._fake_mode, mutable)
+        calls = reader.read()
+        read_by_value = [call for call in calls if call.target._schema.name not in _CACHE_WRITERS]
+        reader.resolve_reads(read_by_value)
+        for call in calls:
+            self._try(call.node, lambda call=call: _KNOWN[call.target._schema.name](self, call))
+        for node in list(self._graph.nodes):
+            if node.op == "call_function" and node.target in self._targets and node.target not in mutable:
+                self._try(node, lambda node=node: self.layer_write(node))
+        return self._found
+
+    def _try(self, node: Node, read: Callable[[], None]) -> None:
+        try:
+            read()
+        except _Refused as refusal:
+            self._found.near_misses.append(f"{node.name} was left alone: {refusal}")
+
+    # rotations
+
+    def rotary_embedding(self, call: InPlaceCall) -> None:
+        arguments = call.arguments
+        inverse, start = arguments.get("inverse", False), arguments.get("rope_dim_offset", 0)
+        for name in ("query", "key"):
+            if name in call.after:
+                self._rotation(
+                    call,
+                    x=arguments[name],
+                    after=call.after[name],
+                    positions=arguments["positions"],
+                    table=arguments["cos_sin_cache"],
+                    interleaved=not arguments["is_neox"],
+                    head_size=arguments["head_size"],
+                    start=start,
+                    inverse=inverse,
+                )
+
+    def apply_rope(self, call: InPlaceCall) -> None:
+        """FlashInfer's and SGLang's rotation of q and k into q_rope and k_rope."""
+        arguments = call.arguments
+        if arguments.get("k_buffer") is not None:
+            raise _Refused("it stores k and v itself, so that nothing is left to fuse with it")
+        for name in ("q", "k"):
+            x = arguments[name]
+            self._rotation(
+                call,
+                x=x,
+                after=call.after[f"{name}_rope"],
+                positions=arguments["pos_ids"],
+                table=arguments["cos_sin_cache"],
+                interleaved=arguments["interleave"],
+                head_size=x.meta["val"].shape[-1],
+                start=0,
+                inverse=False,
+            )
+
+    def fused_rope_update(self, call: InPlaceCall) -> None:
+        """vLLM's own fusion: a rotation of q and k and a write of k and v to the layer's cache."""
+        arguments = call.arguments
+        for name in ("query", "key"):
+            x = arguments[name]
+            self._rotation(
+                call,
+                x=x,
+                after=call.after[name],
+                positions=arguments["positions"],
+                table=arguments["cos_sin_cache"],
+                interleaved=not arguments["is_neox"],
+                head_size=x.meta["val"].shape[-1],
+                start=0,
+                inverse=False,
+            )
+        done = call.results[0]
+        if done is not None:
+            key = self._found.rotations[-1].out
+            self._layer_write(done, key, arguments["value"], arguments["layer_name"], fused_by_engine=True)
+
+    def _rotation(
+        self,
+        call: InPlaceCall,
+        *,
+        x: Node,
+        after: Node,
+        positions: Node,
+        table: Node,
+        interleaved: bool,
+        head_size: int,
+        start: int,
+        inverse: bool,
+    ) -> None:
+        value, rows, places = x.meta["val"], table.meta["val"], positions.meta["val"]
+        width = rows.shape[-1]
+        if self._exact:
+            raise _Refused("how an engine's rotation rounds cannot be seen, which exact numerics would need")
+        if rows.dim() != 2 or not isinstance(width, int) or width % 2:
+            raise _Refused(f"its cos/sin cache has shape {tuple(rows.shape)}; [positions, even rotary_dim] is known")
+        if not isinstance(head_size, int) or start < 0 or start + width > head_size:
+            raise _Refused(f"{width} rotated elements from {start} on do not fit heads of {head_size}")
+        if places.dtype not in INDEX_DTYPES or places.dim() not in (1, 2):
+            raise _Refused(f"its positions are {places.dtype} of {places.dim()} dims; int32 or int64 of 1 or 2 is known")
+        lead = places.dim()
+        if value.dim() not in (lead + 1, lead + 2) or not all(map(equal, value.shape[:lead], places.shape)):
+            raise _Refused(f"positions {tuple(places.shape)} do not say where the rows of {tuple(value.shape)} stand")
+        last = value.shape[-1]
+        if not isinstance(last, int) or (last != head_size if value.dim() == lead + 2 else last % head_size):
+            raise _Refused(f"its last dim {last} does not hold whole heads of {head_size}")
+        cos_sin = self._emit.call(aten.index.Tensor, table, [positions])
+        cos_sin = self._emit.call(aten.unsqueeze.default, cos_sin, lead)
+        heads = self._heads(x, head_size, lead)
+        out = self._heads(after, head_size, lead)
+        if out is not after:
+            back = self._reshape(out, after.meta["val"].shape)
+            assert self._found._reader is not None
+            self._found._reader.read_through.substitute(
+                call.node, after, back, lambda user: user is not out and user is not back
+            )
+        same_dtype = rows.dtype == value.dtype
+        self._found.rotations.append(
+            Rotation(
+                out=out,
+                x=heads,
+                x_offset=0,
+                width=head_size,
+                start=start,
+                rotary_dim=width,
+                cos=CosSin(cos_sin, 0),
+                sin=CosSin(cos_sin, width // 2),
+                full_width=False,
+                interleaved=interleaved,
+                inverse=inverse,
+                halves_out=False,
+                math_dtype=value.dtype if same_dtype else torch.float32,
+                nodes=frozenset({call.node, out}),
+            )
+        )
+        self._output(call.node, out)
+
+    def _heads(self, x: Node, head_size: int, lead: int) -> Node:
+        """x as [..., heads, head_size]."""
+        shape = x.meta["val"].shape
+        if len(shape) == lead + 2:
+            return x
+        return self._reshape(x, [*shape[:-1], shape[-1] // head_size, head_size])
+
+    def _reshape(self, x: Node, shape: Sequence[Any]) -> Node:
+        sizes = size_arguments(self._emit, shape, x)
+        if sizes is None:
+            raise _Refused(f"the sizes {tuple(shape)} cannot be expressed in the graph")
+        return self._emit.call(aten.reshape.default, x, sizes)
+
+    def _output(self, call: Node, out: Node) -> None:
+        self._found._outputs.setdefault(call, []).append(out)
+
+    # quantisation
+
+    def static_quantisation(self, call: InPlaceCall) -> None:
+        arguments = call.arguments
+        x, scale, out = arguments["input"], arguments["scale"], call.after["result"]
+        value, result = x.meta["val"], out.meta["val"]
+        group = arguments.get("group_shape")
+        if group is not None and list(group) not in PER_TENSOR:
+            raise _Refused(f"it quantises in groups of {list(group)}, not per tensor")
+        if not all(is_one(size) for size in scale.meta["val"].shape):
+            raise _Refused(f"its scale has shape {tuple(scale.meta['val'].shape)}, one element is known")
+        if result.dtype not in FP8_DTYPES:
+            raise _Refused(f"it quantises to {result.dtype}")
+        if out.target is not operator.getitem:
+            raise _Refused("its result is a part of a larger buffer")
+        if result.dim() != value.dim() or not all(map(equal, result.shape, value.shape)):
+            raise _Refused(f"its result {tuple(result.shape)} and input {tuple(value.shape)} differ in shape")
+        if self._exact:  # the kernel multiplies by the rounded reciprocal
+            scale = self._emit.call(aten.reciprocal.default, scale)
+        self._found.quantisations.append(
+            Fp8Quantisation(
+                out=out,
+                x=x,
+                scale=scale,
+                scale_multiplies=self._exact,
+                dtype=result.dtype,
+                scale_dtype=torch.float32,
+                nodes=frozenset({call.node, out}),
+            )
+        )
+        self._output(call.node, out)
+
+    # cache writes
+
+    def reshape_and_cache_flash(self, call: InPlaceCall) -> None:
+        arguments = call.arguments
+        self._pair_write(
+            call,
+            stored={"key_cache": (arguments["key"], "n p h d"), "value_cache": (arguments["value"], "n p h d")},
+            scales={"key_cache": arguments["k_scale"], "value_cache": arguments["v_scale"]},
+            slots=arguments["slot_mapping"],
+            kind=arguments["kv_cache_dtype"],
+        )
+
+    def _pair_write(
+        self,
+        call: InPlaceCall,
+        *,
+        stored: dict[str, tuple[Node, str]],
+        scales: dict[str, Node],
+        slots: Node,
+        kind: str,
+    ) -> None:
+        """The write of K and V that one call makes, as two records that only go together."""
+        if slots.meta["val"].dim() != 1 or slots.meta["val"].dtype not in INDEX_DTYPES:
+            raise _Refused(f"its slots are {slots.meta['val'].dtype} of {slots.meta['val'].dim()} dims")
+        places = {name: self._place(call, name, axes) for name, (_, axes) in stored.items()}
+        results = self._results(call, {name: base for name, (base, _) in places.items()})
+        writes = []
+        for name, (value, _) in stored.items():
+            base, layout = places[name]
+            if value.meta["val"].dim() not in (2, 3):
+                raise _Refused(f"what it stores has shape {tuple(value.meta['val'].shape)}")
+            previous, result = results[name]
+            writes.append(
+                CacheWrite(
+                    node=result,
+                    base=base,
+                    previous=previous,
+                    result=result,
+                    layout=layout,
+                    value=value,
+                    value_axes="t h d",
+                    slots=slots,
+                    slot_offsets=None,
+                    quantisation=self._cache_quantisation(kind, result, value, scales[name], base),
+                    nodes=frozenset({call.node, result}),
+                    call=call.node,
+                )
+            )
+        self._found.writes += writes
+
+    def _cache_quantisation(
+        self, kind: str, result: Node, value: Node, scale: Node, base: Node
+    ) -> Fp8Quantisation | None:
+        """How the stored value is converted: None for a plain cast."""
+        dtype = base.meta["val"].dtype
+        if kind == "auto":
+            if dtype.itemsize == 1:
+                raise _Refused(f'its cache is {dtype}, but kv_cache_dtype="auto" does not say what the bytes hold')
+            return None
+        if kind not in FP8_KINDS:
+            raise _Refused(f"kv_cache_dtype={kind!r} is not known; auto, {', '.join(FP8_KINDS)} are")
+        fp8 = FP8_KINDS[kind]
+        if dtype not in (torch.uint8, fp8):
+            raise _Refused(f"its cache is {dtype}, but kv_cache_dtype={kind!r}")
+        if self._exact:
+            raise _Refused("how an engine's cache write rounds to FP8 cannot be seen, which exact numerics would need")
+        scales = scale.meta["val"]
+        if scales.dtype != torch.float32 or not all(is_one(size) for size in scales.shape):
+            raise _Refused(f"a cache scale is {scales.dtype} of shape {tuple(scales.shape)}; one float32 is known")
+        return Fp8Quantisation(
+            out=result,
+            x=value,
+            scale=scale,
+            scale_multiplies=False,
+            dtype=fp8,
+            scale_dtype=torch.float32,
+            nodes=frozenset(),
+        )
+
+    def _place(self, call: InPlaceCall, name: str, axes: str) -> tuple[Node, str]:
+        """The whole cache that the argument `name` is a view of, and the layout that the view has in it."""
+        view = call.tensor(name)
+        if view is None:
+            raise _Refused(f"it has no {name}")
+        base = call.base.get(name)
+        path: list[Node] = []
+        node = view
+        while node is not base and node.op == "call_function":
+            source = node.args[0] if node.args else None
+            if node.target is operator.getitem and isinstance(source, Node) and source.target in SPLITS:
+                path.append(node)
+                source = source.args[0]
+            elif node.target in VIEWS:
+                path.append(node)
+            if not isinstance(source, Node) or (base is None and (not path or path[-1] is not node)):
+                break
+            node = source
+        if node.op not in ("placeholder", "get_attr"):
+            raise _Refused(f"its {name} is no input of the graph, nor a view of one")
+        if not path:
+            return node, axes
+        assert self._found._reader is not None
+        region = self._found._reader._region(node, view)
+        layout = _layout_in(node.meta["val"], region, axes) if region is not None else None
+        if layout is None:
+            raise _Refused(f"its {name} is a view of {node.name} that no layout describes")
+        return node, layout
+
+    def _results(self, call: InPlaceCall, bases: dict[str, Node]) -> dict[str, tuple[Node, Node]]:
+        """For each written cache the value of its whole base before and after that write."""
+        names = list(bases)
+        joint = len({*bases.values()}) < len(bases)
+        if call.form == "v2":
+            new = {name: call.new_base[name] for name in names}
+            if not joint:
+                return {name: (bases[name], new[name]) for name in names}
+            # one new value holds all writes; the ones before it get a node that nobody reads
+            results, previous = {}, bases[names[0]]
+            for name in names[:-1]:
+                between = self._emit.call(aten.alias.default, bases[name])
+                results[name] = (previous, between)
+                previous = between
+            results[names[-1]] = (previous, new[names[-1]])
+            return results
+        results = {}
+        for name in names:
+            value = call.after[name]
+            if call.arguments[name] is bases[name]:
+                results[name] = (bases[name], value)
+                continue
+            whole, previous = self._written_into(value, bases[name])
+            results[name] = (previous, whole)
+        if joint:
+            chain = [results[name] for name in names]
+            if any(second[0] is not first[1] for first, second in zip(chain, chain[1:], strict=False)):
+                raise _Refused("its writes to one buffer do not follow one another")
+        for name in names:
+            if results[name][0] not in {bases[name], *(result for _, result in results.values())}:
+                raise _Refused(f"its {name} is written more than once")
+        return results
+
+    @staticmethod
+    def _written_into(value: Node, base: Node) -> tuple[Node, Node]:
+        """(value of `base` with `value` scattered into it, its value before), through the inverse of the views."""
+        node = value
+        rank = base.meta["val"].dim()
+        for _ in range(8):
+            users = list(node.users)
+            if len(users) != 1:
+                raise _Refused("a view of its cache is read directly after the write")
+            user = users[0]
+            if user.target in SCATTERS and user.args[1] is node:
+                previous = user.args[0]
+                assert isinstance(previous, Node)
+                if user.meta["val"].dim() == rank and previous.meta["val"].shape == base.meta["val"].shape:
+                    return user, previous
+                raise _Refused("its cache is written through a view of a view")
+            if user.target not in VIEWS:
+                raise _Refused("a view of its cache is read directly after the write")
+            node = user
+            if any(reader.target is aten.copy_.default and reader.args[0] is base for reader in node.users):
+                return node, base
+        raise _Refused("its cache is written through too many views")
+
+    # writes by the name of a layer
+
+    def layer_write(self, node: Node) -> None:
+        arguments = dict(zip(("key", "value", "layer_name"), node.args, strict=False)) | dict(node.kwargs)
+        self._layer_write(node, arguments["key"], arguments["value"], arguments["layer_name"], fused_by_engine=False)
+
+    def _layer_write(self, node: Node, key: Any, value: Any, layer: Any, fused_by_engine: bool) -> None:
+        if key.meta["val"].dim() != 3 or value.meta["val"].dim() != 3:
+            raise _Refused("its key and value are not [tokens, heads, head_size]")
+        self._found.layer_writes.append(
+            LayerWrite(node=node, value=key, v=value, layer=layer, fused_by_engine=fused_by_engine)
+        )
+
+
+def _layout_in(base: torch.Tensor, region: Region, axes: str) -> str | None:
+    """The layout string of a view whose dims are `axes`, as dims of the base it lies in; None where it is no such view."""
+    strides = [math.prod(base.shape[at + 1 :]) for at in range(base.dim())]
+    tokens: list[str] = []
+    left = dict(zip(axes.split(), zip(region.sizes, region.strides, strict=True), strict=True))
+    offset = region.offset
+    for size, stride in zip(base.shape, strides, strict=True):
+        index = offset // stride if not is_one(size) or True else 0
+        offset = offset - index * stride
+        name = next((n for n, (_, s) in left.items() if equal(s, stride)), None)
+        if name is None:
+            if not isinstance(index, int):
+                return None
+            tokens.append(str(index))
+            continue
+        count, _ = left.pop(name)
+        if equal(count, size) and equal(index, 0):
+            tokens.append(name)
+        elif name == "d" and isinstance(index, int) and isinstance(count, int):
+            tokens.append(f"d[{index}:{index + count}]")
+        else:
+            return None
+    return " ".join(tokens) if not left and equal(offset, 0) else None
+
+
+_KNOWN: dict[str, Any] = {
+    "_C::rotary_embedding": _Finder.rotary_embedding,
+    "sgl_kernel::rotary_embedding": _Finder.rotary_embedding,
+    "flashinfer::apply_rope_pos_ids_cos_sin_cache": _Finder.apply_rope,
+    "sgl_kernel::apply_rope_pos_ids_cos_sin_cache": _Finder.apply_rope,
+    "vllm::fused_rope_and_unified_kv_cache_update": _Finder.fused_rope_update,
+    "_C::static_scaled_fp8_quant": _Finder.static_quantisation,
+    "_C_cache_ops::reshape_and_cache_flash": _Finder.reshape_and_cache_flash,
+    "vllm::unified_kv_cache_update": _Finder.layer_write,
+}
+_CACHE_WRITERS = frozenset(name for name in _KNOWN if name.startswith("_C_cache_ops::"))
