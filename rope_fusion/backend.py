@@ -78,12 +78,13 @@ def rope_fusion(
     patches[HOOK] = _after(users, FusionPass(ours, publish))
     before = published()
     try:
-        return compile_fx(gm, example_inputs, config_patches=patches)
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
+        return compiled
     finally:
         graphs = take(before)
         deliver(graphs)
-        for graph in graphs if ours.report else ():
-            ours.report.add(graph)
+        if ours.report is not None:
+            ours.report.graphs.extend(graphs)
         warn_unfused(graphs)
 
 

@@ -134,11 +134,14 @@ def shorten_list(reasons: list[str], most: int = 3) -> str:
     return "; ".join(distinct[:most]) + more
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Report:
     """The graphs that were compiled, in the order of their compilation."""
 
     graphs: list[GraphReport] = field(default_factory=list)
+
+    def __repr__(self) -> str:  # torch prints options, hence this, when it explains a recompilation
+        return f"<Report of {len(self.graphs)} graphs, hits {self.hits}>"
 
     def add(self, graph: GraphReport) -> None:
         """Append one graph's report."""
