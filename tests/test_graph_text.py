@@ -74,17 +74,10 @@ def test_text_holds_no_address() -> None:
 def test_every_kind_of_argument_is_shown() -> None:
     graph = Graph()
     x = graph.placeholder("x")
-    y = graph.call_function(
-        operator.getitem,
-        (x, (slice(None, 3, None), [1, x]), {"k": x}),
-        {
-            "dtype": torch.float8_e4m3fn,
-            "device": torch.device("cpu"),
-            "f": operator.neg,
-            "word": "a",
-            "c": torch.ones(2),
-        },
-    )
+    args: Any = (x, (slice(None, 3, None), [1, x]), {"k": x})
+    kwargs: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "device": torch.device("cpu")}
+    kwargs |= {"f": operator.neg, "word": "a", "c": torch.ones(2)}
+    y = graph.call_function(operator.getitem, args, kwargs)
     graph.output((y,))
     assert graph_to_text(graph) == (
         "# tensors are on cpu where nothing else is said\n"
