@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,13 +10,14 @@ from typing import Any
 
 import torch
 from torch._dynamo import register_backend
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import Graph, GraphModule
 
 from rope_fusion._torch import CustomGraphPass, CustomInferenceAwareGraphPass, inductor_config
+from rope_fusion.derived import describe_inputs, hoisting_compile
 from rope_fusion.fusion_pass import FusionPass
 from rope_fusion.options import PREFIX, RopeFusionOptionError, make_options, parse
-from rope_fusion.report import deliver, publish, publish_and_warn, published, take, warn_unfused
+from rope_fusion.report import GraphReport, deliver, publish, publish_and_warn, published, take, warn_unfused
 
 HOOK = "post_grad_custom_pre_pass"
 
@@ -76,16 +78,27 @@ def rope_fusion(
     patches = torch._TorchCompileInductorWrapper(mode or ours.mode, settings, dynamic).config
     users = patches.get(HOOK, getattr(inductor_config, HOOK))
     patches[HOOK] = _after(users, FusionPass(ours, publish))
+    derived = GraphReport()
+    inner_compile = functools.partial(
+        hoisting_compile,
+        next_compile=compile_fx_inner,
+        options=ours,
+        report=derived,
+        inputs=describe_inputs(gm, example_inputs),
+    )
     before = published()
     try:
-        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
+        compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
         return compiled
     finally:
         graphs = take(before)
+        warn_unfused(graphs)
+        if derived.patterns:
+            graphs = graphs or [GraphReport()]
+            graphs[0].merge(derived)
         deliver(graphs)
         if ours.report is not None:
             ours.report.graphs.extend(graphs)
-        warn_unfused(graphs)
 
 
 def _reset() -> None:

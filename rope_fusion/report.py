@@ -92,6 +92,11 @@ class GraphReport:
         """Note an exception because of which the graph was compiled as it came."""
         self.failures.append(sentence)
 
+    def merge(self, other: GraphReport) -> None:
+        """Add what another part of the same compilation noted, in other patterns than this one."""
+        self.patterns.update(other.patterns)
+        self.derived += other.derived
+
     @property
     def hits(self) -> dict[str, int]:
         """Pattern name → places replaced; only patterns that replaced something."""

@@ -112,6 +112,16 @@ def test_refusals_come_before_gates_in_a_warning_and_long_lists_are_cut() -> Non
     assert graph.warning.endswith("and 3 more (rope_fusion.record() lists them)")
 
 
+def test_derived_tensors_join_the_report_of_their_graph() -> None:
+    graph, derived = unfused_graph(), GraphReport()
+    derived.hit("dequantise_once")
+    derived.derive("weight → bf16", 128)
+    graph.merge(derived)
+    assert graph.hits == {"dequantise_once": 1}
+    assert set(graph.patterns) == {"rope_kv", "dequantise_once"}
+    assert [entry.name for entry in graph.derived] == ["weight → bf16"]
+
+
 def test_a_failure_is_the_warning() -> None:
     graph = full_graph()
     graph.failure("the pass failed with KeyError: 'val'; the graph was compiled unfused")
