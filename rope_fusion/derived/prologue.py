@@ -141,7 +141,7 @@ class Prologue:
                 binding = Binding(weakref.ref(self))
             elif moved:
                 self._forget(binding)
-            binding.versions, binding.epoch = self._versions(sources), self.store.epoch
+            versions, epoch = self._versions(sources), self.store.epoch
             entries: list[DerivedTensor | None] = []
             for index, derivation in enumerate(self.derivations):
                 operands = [sources[place] for place in self._operands[index]]
@@ -152,6 +152,9 @@ class Prologue:
                 else:
                     entries.append(self.store.obtain(derivation, operands, limit))
             self._fill(binding, sources, pointers, entries)
+            # Last: from here on other threads take the binding for fresh without asking for the lock.
+            binding.versions, binding.epoch = versions, epoch
+            self._bindings[pointers] = binding
             return binding
 
     def _versions(self, sources: Sequence[Tensor]) -> list[int | None]:
@@ -179,7 +182,6 @@ class Prologue:
         binding.check = SampledCheck(self._operands, entries, len(sources)) if self._interval else None
         binding.watch(sources)
         binding.pointers = pointers
-        self._bindings[pointers] = binding
         if not binding.complete:
             left = sum(
                 derivation.bytes for derivation, entry in zip(self.derivations, entries, strict=True) if not entry

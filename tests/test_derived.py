@@ -1,0 +1,533 @@
+"""Derived tensors: what is taken out of a graph, shared, bounded and freed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.fx import GraphModule
+
+from rope_fusion.derived import describe_inputs, hoisting_compile
+from rope_fusion.derived.store import DerivedStore, process_store
+from rope_fusion.options import Options
+from rope_fusion.report import GraphReport
+
+FP8 = torch.float8_e4m3fn
+CAST = torch.ops.prims.convert_element_type.default
+
+
+class QuantisedLinear(nn.Module):
+    """A block-scaled FP8 linear that dequantises its weight in every call."""
+
+    def __init__(self, rows: int = 32, columns: int = 32, block: int = 16) -> None:
+        super().__init__()
+        self.block = block
+        self.weight = nn.Parameter(torch.randn(rows, columns).to(FP8), requires_grad=False)
+        grid = torch.rand(-(-rows // block), -(-columns // block)) + 0.5
+        self.weight_scale_inv = nn.Parameter(grid, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight_scale_inv.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
+        return F.linear(x, (self.weight.float() * scale).to(x.dtype))
+
+
+@torch.library.custom_op("rope_fusion_tests::opaque_rotary", mutates_args=())
+def opaque_rotary(x: Tensor, table: Tensor) -> Tensor:
+    return x * table[: x.shape[0]]
+
+
+@opaque_rotary.register_fake
+def _(x: Tensor, table: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Attention(nn.Module):
+    """A layer whose rotary operator wants the whole table in the activations' dtype."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return opaque_rotary(x, self.table.to(x.dtype))
+
+
+class Harness:
+    """A backend with derived tensors whose graphs are run by their eager operators, so that no code is generated."""
+
+    def __init__(self, generate: bool = False, **options: Any) -> None:
+        self.options = Options(**options)
+        self.store = DerivedStore()
+        self.reports: list[GraphReport] = []
+        self.graphs: list[GraphModule] = []
+        self.extras: list[int] = []
+        self._generate = generate
+
+    def compile(self, module: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+        return torch.compile(module, backend=self._backend, **settings)
+
+    def _backend(self, gm: GraphModule, example_inputs: list[Any]) -> Any:
+        self.reports.append(GraphReport())
+        inner = functools.partial(
+            hoisting_compile,
+            next_compile=self._next,
+            options=self.options,
+            report=self.reports[-1],
+            inputs=describe_inputs(gm, example_inputs),
+            store=self.store,
+        )
+        return compile_fx(gm, example_inputs, inner_compile=inner)
+
+    def _next(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+        self.graphs.append(gm)
+        self.extras.append(len(kwargs["static_input_idxs"]))
+        if self._generate:
+            return compile_fx_inner(gm, example_inputs, **kwargs)
+
+        def run(arguments: list[Any]) -> Any:
+            return gm(*arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    @property
+    def hits(self) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for report in self.reports:
+            for name, count in report.hits.items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    @property
+    def refusals(self) -> list[str]:
+        return [s for report in self.reports for pattern in report.patterns.values() for s in pattern.refusals]
+
+    def casts_left(self) -> int:
+        return sum(node.target is CAST for graph in self.graphs for node in graph.graph.nodes)
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def inputs(columns: int = 32, tokens: int = 4) -> Tensor:
+    return torch.randn(tokens, columns, dtype=torch.bfloat16)
+
+
+# --------------------------------------------------------------------------------------- taking it out
+
+
+def test_a_dequantised_weight_leaves_the_graph():
+    module, harness, x = QuantisedLinear(), Harness(), inputs()
+    assert torch.equal(harness.compile(module)(x), module(x))
+    assert harness.hits == {"weight_dequant": 1}
+    assert harness.casts_left() == 0
+    assert [(entry.name, entry.bytes, entry.kept) for entry in harness.reports[0].derived] == [("weight", 2048, True)]
+
+
+def test_every_layer_of_a_stack_is_derived():
+    module, harness, x = nn.Sequential(*[QuantisedLinear() for _ in range(8)]), Harness(), inputs()
+    assert torch.equal(harness.compile(module)(x), module(x))
+    assert harness.hits == {"weight_dequant": 8}
+    assert [entry.name for entry in harness.reports[0].derived] == [f"{index}.weight" for index in range(8)]
+
+
+def test_the_generated_code_builds_no_weight():
+    module, harness, x = nn.Sequential(*[QuantisedLinear() for _ in range(2)]), Harness(generate=True), inputs()
+    from torch._inductor.utils import run_and_get_code
+
+    result, (code,) = run_and_get_code(harness.compile(module), x)
+    torch.testing.assert_close(result, module(x), rtol=2e-2, atol=2e-2)  # bf16: another summation order
+    _, (plain,) = run_and_get_code(torch.compile(module), x)
+    assert "Float8_e4m3fn" in plain  # the C++ type in Inductor's dequantising kernel
+    assert "Float8_e4m3fn" not in code
+
+
+def test_a_table_cast_for_an_opaque_operator_is_made_once_for_all_layers():
+    table = torch.rand(64, 32)
+    module, harness, x = nn.Sequential(*[Attention(table) for _ in range(8)]), Harness(), inputs()
+    assert torch.equal(harness.compile(module)(x), module(x))
+    assert harness.hits == {"cos_sin_cast": 8}
+    assert harness.casts_left() == 0
+    assert len(harness.store.entries()) == 1
+
+
+def test_views_of_a_table_around_its_cast_are_taken_along():
+    class Sliced(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return opaque_rotary(x, self.table[:16].unsqueeze(0).to(x.dtype).squeeze(0))
+
+    module, harness, x = Sliced(torch.rand(64, 32)), Harness(), inputs()
+    assert torch.equal(harness.compile(module)(x), module(x))
+    assert harness.hits == {"cos_sin_cast": 1}
+
+
+def test_equal_tables_of_different_layers_are_kept_apart_and_reported():
+    table = torch.rand(64, 32)
+    module, harness, x = nn.Sequential(Attention(table), Attention(table.clone())), Harness(), inputs()
+    harness.compile(module)(x)
+    assert len(harness.store.entries()) == 2
+    (group,) = harness.store.equal_valued()
+    assert sorted(entry.derivation.name for entry in group) == ["0.table", "1.table"]
+
+
+def test_a_contiguous_copy_of_the_transposed_weight_is_derived_as_such():
+    class Transposed(QuantisedLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.weight.float() * self.weight_scale_inv[0, 0]).to(x.dtype).t().contiguous()
+
+    module, harness, x = Transposed(), Harness(), inputs()
+    assert torch.equal(harness.compile(module)(x), module(x))
+    (entry,) = harness.store.entries()
+    assert torch.equal(entry.value, (module.weight.float() * module.weight_scale_inv[0, 0]).bfloat16().t())
+    assert entry.value.is_contiguous()
+
+
+def test_weights_joined_before_one_product_are_derived_joined():
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = QuantisedLinear(), QuantisedLinear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = [layer.weight.float() * layer.weight_scale_inv[0, 0] for layer in (self.q, self.k)]
+            return F.linear(x, torch.cat([weight.to(x.dtype) for weight in weights]))
+
+    module, harness, x = Joined(), Harness(), inputs()
+    assert torch.equal(harness.compile(module)(x), module(x))
+    assert [entry.value.shape for entry in harness.store.entries()] == [(64, 32)]
+
+
+def test_derived_inputs_are_static_inputs():
+    harness = Harness()
+    harness.compile(QuantisedLinear())(inputs())
+    assert harness.extras == [3]  # codes, scale, derived weight
+
+
+def test_the_number_of_tokens_may_be_dynamic():
+    module, harness = QuantisedLinear(), Harness()
+    compiled = harness.compile(module, dynamic=True)
+    for tokens in (3, 5, 9):
+        x = inputs(tokens=tokens)
+        assert torch.equal(compiled(x), module(x))
+    assert len(harness.reports) == 1
+    assert harness.hits == {"weight_dequant": 1}
+
+
+def test_works_under_inference_mode():
+    module, harness, x = QuantisedLinear(), Harness(), inputs()
+    with torch.inference_mode():
+        compiled = harness.compile(module)
+        assert torch.equal(compiled(x), module(x))
+    assert harness.hits == {"weight_dequant": 1}
+    module.weight.copy_(module.weight.float() * 2)
+    with torch.inference_mode():
+        assert torch.equal(compiled(x), module(x))
+
+
+# ----------------------------------------------------------------------------------------- refusals
+
+
+def test_refuses_a_graph_compiled_for_training_and_says_so():
+    module, harness = QuantisedLinear(), Harness()
+    module.weight_scale_inv.requires_grad_(True)
+    with torch.enable_grad():
+        harness.compile(module)(inputs()).sum().backward()
+    assert harness.hits == {}
+    assert "compiled for training" in harness.refusals[0]
+
+
+def test_refuses_a_table_that_is_being_trained_and_says_so():
+    harness = Harness()
+    module = Attention(torch.rand(64, 32))
+    del module.table
+    module.table = nn.Parameter(torch.rand(64, 32))
+    harness.compile(module)(inputs())
+    assert harness.hits == {}
+    assert "requires grad" in harness.refusals[0]
+
+
+def test_derives_quantised_weights_whose_flag_says_they_require_grad():
+    """Modules leave requires_grad at its default for FP8 weights; without a backward nothing depends on it."""
+    module, harness, x = QuantisedLinear(), Harness(), inputs()
+    module.requires_grad_(True)
+    assert torch.equal(harness.compile(module)(x), module(x))
+    assert harness.hits == {"weight_dequant": 1}
+
+
+def test_refuses_tensors_without_a_version_and_says_what_to_do():
+    with torch.inference_mode():
+        module = QuantisedLinear()
+    harness, x = Harness(), inputs()
+    assert torch.equal(harness.compile(module)(x), module(x))
+    assert harness.hits == {}
+    assert "rope_fusion.assume_frozen" in harness.refusals[0]
+
+
+def test_derives_tensors_without_a_version_when_told_that_they_are_frozen():
+    with torch.inference_mode():
+        module = QuantisedLinear()
+    harness, x = Harness(assume_frozen=True), inputs()
+    compiled = harness.compile(module)
+    for _ in range(40):  # past a sampled check
+        assert torch.equal(compiled(x), module(x))
+    assert harness.hits == {"weight_dequant": 1}
+
+
+def test_refuses_a_weight_that_the_graph_writes():
+    class Writes(QuantisedLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.weight_scale_inv.mul_(2)
+            return y
+
+    module, harness, x = Writes(), Harness(), inputs()
+    compiled = harness.compile(module)
+    first, second = compiled(x), compiled(x)
+    torch.testing.assert_close(second, 2 * first, rtol=2e-2, atol=1e-1)  # bf16 rounding of the scaled weight
+    assert harness.hits == {}
+    assert "is written by this graph" in harness.refusals[0]
+
+
+def test_leaves_out_patterns_that_are_disabled():
+    harness = Harness(disable=("weight_dequant",))
+    harness.compile(QuantisedLinear())(inputs())
+    assert harness.hits == {}
+
+
+@pytest.mark.parametrize("setting", ["bundled_autograd_cache"])
+def test_refuses_while_a_cache_stores_inner_functions_alone(setting):
+    harness = Harness()
+    with torch._functorch.config.patch(setting, True), contextlib.suppress(Exception):
+        harness.compile(QuantisedLinear())(inputs())
+    assert "stores compiled functions without their wrappers" in harness.refusals[0]
+
+
+# ------------------------------------------------------------------------------------------ the budget
+
+
+def test_nothing_is_derived_beyond_the_budget():
+    module, harness, x = nn.Sequential(*[QuantisedLinear() for _ in range(4)]), Harness(derived_budget=2 * 2048), inputs()
+    assert torch.equal(harness.compile(module)(x), module(x))
+    assert harness.hits == {"weight_dequant": 2}
+    assert sum("derived_budget" in sentence for sentence in harness.refusals) == 1
+    assert [entry.kept for entry in harness.reports[0].derived] == [True, True, False, False]
+
+
+def test_the_biggest_saving_per_byte_goes_first():
+    table = torch.rand(64, 32)
+    module = nn.Sequential(QuantisedLinear(), *[Attention(table) for _ in range(8)])
+    harness = Harness(derived_budget=4096)
+    harness.compile(module)(inputs())
+    assert harness.hits == {"cos_sin_cast": 8}
+
+
+def test_a_budget_of_zero_derives_nothing():
+    harness = Harness(derived_budget=0)
+    harness.compile(QuantisedLinear())(inputs())
+    assert harness.hits == {}
+
+
+def test_a_second_graph_of_the_same_model_needs_no_further_budget():
+    module, harness = QuantisedLinear(), Harness(derived_budget=2048)
+    compiled = harness.compile(module, dynamic=False)
+    for tokens in (3, 5):
+        compiled(inputs(tokens=tokens))
+    assert harness.hits == {"weight_dequant": 2}
+    assert harness.store.live_bytes(torch.device("cpu")) == 2048
+
+
+def test_one_graph_called_with_many_models_respects_the_budget_and_stays_right():
+    modules, harness, x = [QuantisedLinear() for _ in range(4)], Harness(derived_budget=2 * 2048), inputs()
+    for module in modules:
+        module.forward = torch.compile(module.forward, backend=harness._backend)  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for module in modules:
+                assert torch.equal(module(x), QuantisedLinear.forward(module, x))
+    assert harness.store.live_bytes(torch.device("cpu")) <= 2 * 2048
+    assert len(harness.reports) > 1 or any("derived_budget" in str(warning.message) for warning in caught)
+
+
+# ------------------------------------------------------------------------------------ sharing and lifetime
+
+
+def test_one_graph_serves_many_models_without_computing_again():
+    first, second, harness, x = QuantisedLinear(), QuantisedLinear(), Harness(), inputs()
+
+    def call(module: nn.Module, value: Tensor) -> Tensor:
+        return module(value)
+
+    compiled = harness.compile(call)
+    for _ in range(3):
+        for module in (first, second):
+            assert torch.equal(compiled(module, x), module(x))
+    assert len(harness.store.entries()) == 2
+
+
+def test_two_modules_with_a_common_parameter_share_the_derived_tensor():
+    first, second, harness, x = QuantisedLinear(), QuantisedLinear(), Harness(), inputs()
+    second.weight, second.weight_scale_inv = first.weight, first.weight_scale_inv
+    for module in (first, second):
+        torch._dynamo.reset()
+        assert torch.equal(harness.compile(module)(x), first(x))
+    assert harness.hits == {"weight_dequant": 2}
+    assert len(harness.store.entries()) <= 1
+
+
+def test_tied_weights_are_derived_once():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = QuantisedLinear(), QuantisedLinear()
+            self.b.weight, self.b.weight_scale_inv = self.a.weight, self.a.weight_scale_inv
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    module, harness, x = Tied(), Harness(), inputs()
+    assert torch.equal(harness.compile(module)(x), module(x))
+    assert harness.hits == {"weight_dequant": 2}
+    assert len(harness.store.entries()) == 1
+
+
+def test_a_module_compiled_twice_keeps_one_derived_tensor():
+    module, harness, x = QuantisedLinear(), Harness(), inputs()
+    first, second = harness.compile(module), harness.compile(module, dynamic=True)
+    assert torch.equal(first(x), second(x))
+    assert len(harness.store.entries()) == 1
+
+
+def test_graphs_on_both_sides_of_a_break_share():
+    class Broken(QuantisedLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            torch._dynamo.graph_break()
+            return super().forward(y)
+
+    module, harness, x = Broken(), Harness(), inputs()
+    assert torch.equal(harness.compile(module)(x), module(x))
+    assert harness.hits == {"weight_dequant": 2}
+    assert len(harness.store.entries()) == 1
+
+
+def test_derived_tensors_die_with_the_compiled_function():
+    module, harness = QuantisedLinear(), Harness()
+    compiled = harness.compile(module)
+    compiled(inputs())
+    value = weakref.ref(harness.store.entries()[0].value)
+    del compiled
+    torch._dynamo.reset()
+    harness.graphs.clear()
+    gc.collect()
+    assert value() is None
+    assert harness.store.entries() == []
+
+
+def test_derived_tensors_die_with_the_model_while_the_compiled_function_lives():
+    module, other, harness, x = QuantisedLinear(), QuantisedLinear(), Harness(), inputs()
+
+    def call(module: nn.Module, value: Tensor) -> Tensor:
+        return module(value)
+
+    compiled = harness.compile(call)
+    compiled(module, x)
+    compiled(other, x)
+    assert len(harness.store.entries()) == 2
+    del module
+    gc.collect()
+    assert [entry.derivation.name for entry in harness.store.entries()] == ["weight"]
+    assert torch.equal(compiled(other, x), other(x))
+
+
+def test_nothing_leaks_over_a_hundred_compilations():
+    harness, x = Harness(), inputs()
+    values: list[weakref.ref[Tensor]] = []
+    for _ in range(100):
+        module = QuantisedLinear(16, 32)
+        harness.compile(module)(x)
+        values += [weakref.ref(entry.value) for entry in harness.store.entries()]
+        del module
+        torch._dynamo.reset()
+        harness.graphs.clear()
+        harness.reports.clear()
+    gc.collect()
+    assert values
+    assert not any(value() is not None for value in values)
+    assert harness.store.entries() == []
+
+
+def test_the_store_of_the_process_is_one():
+    assert process_store() is process_store()
+
+
+# ---------------------------------------------------------------------------------------------- threads
+
+
+def test_threads_compute_a_value_once_and_never_read_it_torn():
+    module, harness, x = QuantisedLinear(64, 64), Harness(freshness_interval=0), inputs(64)
+    compiled = harness.compile(module)
+    compiled(x)
+    (entry,) = harness.store.entries()
+    runs: list[int] = []
+    original = entry.derivation.compute
+    object.__setattr__(entry.derivation, "compute", lambda *sources: runs.append(1) or original(*sources))
+    for step in range(5):
+        module.weight.copy_(torch.full_like(module.weight.float(), float(step)))
+        expected = module(x)
+        barrier = threading.Barrier(4)
+        wrong: list[Tensor] = []
+
+        def call(expected: Tensor = expected, barrier: threading.Barrier = barrier, wrong: list[Tensor] = wrong) -> None:
+            with torch.no_grad():
+                barrier.wait()
+                result = compiled(x)
+                if not torch.equal(result, expected):
+                    wrong.append(result)
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert len(runs) == step + 1
+
+
+def test_replicas_in_threads_each_have_their_own():
+    harness, x = Harness(), inputs()
+    replicas = [QuantisedLinear() for _ in range(3)]
+    results: dict[int, Tensor] = {}
+
+    def call(module: nn.Module, value: Tensor) -> Tensor:
+        return module(value)
+
+    compiled = harness.compile(call)
+    compiled(replicas[0], x)
+
+    def work(index: int) -> None:
+        with torch.no_grad():
+            results[index] = compiled(replicas[index], x)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, replica in enumerate(replicas):
+        assert torch.equal(results[index], replica(x))
+    assert len(harness.store.entries()) == 3
