@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from rope_fusion._torch import stable_topological_sort
 from rope_fusion.canonical.emitter import Emitter
 from rope_fusion.canonical.functional import (
     SCATTERS,
@@ -108,6 +109,7 @@ class _Finder:
         for node in list(self._graph.nodes):
             if node.op == "call_function" and node.target in self._targets and node.target not in mutable:
                 self._try(node, lambda node=node: self.layer_write(node))
+        stable_topological_sort(self._graph)
         return self._found
 
     def _try(self, node: Node, read: Callable[[], None]) -> None:
@@ -328,6 +330,8 @@ class _Finder:
                     slot_offsets=None,
                     quantisation=self._cache_quantisation(kind, result, value, scales[name], base),
                     nodes=frozenset({call.node, result}),
+                    stored=value,
+                    stored_axes="t h d",
                     call=call.node,
                 )
             )
@@ -385,7 +389,7 @@ class _Finder:
         if not path:
             return node, axes
         assert self._found._reader is not None
-        region = self._found._reader._region(node, view)
+        region = self._found._reader.region(node, view)
         layout = _layout_in(node.meta["val"], region, axes) if region is not None else None
         if layout is None:
             raise _Refused(f"its {name} is a view of {node.name} that no layout describes")

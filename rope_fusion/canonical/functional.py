@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from rope_fusion._torch import auto_functionalized, auto_functionalized_v2
+from rope_fusion._torch import auto_functionalized, auto_functionalized_v2, stable_topological_sort
 from rope_fusion.canonical.emitter import Emitter
 from rope_fusion.canonical.layout import equal, is_one
 
@@ -118,20 +118,24 @@ class Region:
 class InPlaceCall:
     """One call of an in-place operator.
 
-    ``arguments`` holds every schema argument by name, defaults filled in. For a mutated tensor it holds its value before the call;
-    ``after`` holds the value afterwards, of the same shape. ``base`` and ``new_base`` are the tensor that the argument is a view of
-    and that tensor's value afterwards, where the call names it (v2); ``region`` places the argument in it.
+    ``before`` and ``after`` hold the values of the mutated arguments, of the same shape. ``base`` and ``new_base`` are the tensor that
+    the argument is a view of and that tensor's value afterwards, where the call names it (v2).
     """
 
     node: Node
     target: torch._ops.OpOverload
     form: str  # "v1" | "v2"
-    arguments: dict[str, Any]
+    before: dict[str, Any]  # mutated arguments
     after: dict[str, Node]
     base: dict[str, Node]
     new_base: dict[str, Node]
-    region: dict[str, Region]
     results: tuple[Node | None, ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Every schema argument by name, as the graph has it now, defaults filled in; mutated tensors as before the call."""
+        given = {name: value for name, value in self.node.kwargs.items() if not name.startswith("_")}
+        return _with_defaults(self.target, {**given, **self.before})
 
     def tensor(self, name: str) -> Node | None:
         value = self.arguments.get(name)
@@ -209,6 +213,7 @@ class CallReader:
         self._fake_mode = fake_mode
         self._targets = targets
         self._patches: dict[Node, tuple[Node, list[_Patch]]] = {}  # patched value -> (value before, patches)
+        self._extraction: set[Node] = set()  # nodes between a patched value and its patches
         self.read_through = ReadThrough()
 
     def read(self) -> list[InPlaceCall]:
@@ -222,46 +227,41 @@ class CallReader:
         return calls
 
     def _read_v1(self, node: Node, target: torch._ops.OpOverload) -> InPlaceCall:
-        arguments = self._with_defaults(target, dict(node.kwargs))
+        arguments = dict(node.kwargs)
         returned = len(target._schema.returns)
         after = {}
         for index, name in enumerate(written_arguments(target)):
             if isinstance(arguments.get(name), Node):
                 after[name] = self._item(node, max(returned, 1) + index)
-        return InPlaceCall(node, target, "v1", arguments, after, {}, {}, {}, self._results(node, returned))
+        before = {name: arguments.get(name) for name in written_arguments(target)}
+        return InPlaceCall(node, target, "v1", before, after, {}, {}, self._results(node, returned))
 
     def _read_v2(self, node: Node, target: torch._ops.OpOverload) -> InPlaceCall:
         bases = [base for base in node.kwargs["_all_bases"] if isinstance(base, Node)]  # type: ignore[union-attr]
         returned = len(target._schema.returns)
         new_bases = [self._item(node, max(returned, 1) + index) for index in range(len(bases))]
-        arguments = {name: value for name, value in node.kwargs.items() if not name.startswith("_")}
+        before: dict[str, Any] = {}
         after: dict[str, Node] = {}
         base: dict[str, Node] = {}
         new_base: dict[str, Node] = {}
         regions: dict[str, Region] = {}
         for name in written_arguments(target):
             index = node.kwargs.get(f"_{name}_base_index")
-            arguments[name] = None
+            before[name] = None
             if index is None:
                 continue
             assert isinstance(index, int)
             base[name], new_base[name] = bases[index], new_bases[index]
-            arguments[name] = self._view_of_v2(node, name, bases[index])
+            before[name] = self._view_of_v2(node, name, bases[index])
             after[name] = self._view_of_v2(node, name, new_bases[index])
-            region = self._region(bases[index], arguments[name])
+            between = after[name]
+            while between is not new_bases[index]:
+                self._extraction.add(between)
+                between = between.args[0]  # type: ignore[assignment]
+            region = self.region(bases[index], before[name])
             if region is not None:
                 regions[name] = region
-        call = InPlaceCall(
-            node,
-            target,
-            "v2",
-            self._with_defaults(target, arguments),
-            after,
-            base,
-            new_base,
-            regions,
-            self._results(node, returned),
-        )
+        call = InPlaceCall(node, target, "v2", before, after, base, new_base, self._results(node, returned))
         for old, new in zip(bases, new_bases, strict=True):
             names = [name for name in base if base[name] is old]
             if all(name in regions for name in names) and not any(after[name] is new for name in names):
@@ -277,13 +277,6 @@ class CallReader:
             if user.target is operator.getitem and user.args[1] == index:
                 return user
         return self._emit.call(operator.getitem, node, index)
-
-    @staticmethod
-    def _with_defaults(target: torch._ops.OpOverload, arguments: dict[str, Any]) -> dict[str, Any]:
-        for argument in target._schema.arguments:
-            if argument.name not in arguments and argument.has_default_value():
-                arguments[argument.name] = argument.default_value
-        return arguments
 
     def _view_of_v2(self, node: Node, name: str, base: Node) -> Node:
         """The view of `base` that the keyword arguments of a v2 node describe for the argument `name`."""
@@ -324,6 +317,7 @@ class CallReader:
                     patches[node] = (node.args[0], [patch])  # type: ignore[assignment]
         for node in sorted(patches):
             self._resolve_readers(node, patches)
+        stable_topological_sort(self._graph)
 
     def _scatter_patch(self, node: Node, owners: set[Node]) -> _Patch | None:
         """What a scatter writes, when it is a value that one of the calls `owners` made."""
@@ -347,13 +341,12 @@ class CallReader:
         return _Patch(region, value, owner) if region is not None else None
 
     def _resolve_readers(self, patched: Node, patches: dict[Node, tuple[Node, list[_Patch]]]) -> None:
-        written = {patch.value for patch in patches[patched][1]}
         stack: list[tuple[Node, list[Node]]] = [(patched, [])]
         while stack:
             node, path = stack.pop()
             for user in list(node.users):
                 step = self._view_steps(user, node)
-                if user in written or user in patches:
+                if user in self._extraction or user in patches:
                     continue
                 for view in step:
                     new = self._resolved(patched, [*path, view], patches)
@@ -411,7 +404,7 @@ class CallReader:
         sizes = size_arguments(self._emit, shape, value)
         return None if sizes is None else self._emit.call(aten.reshape.default, value, sizes)
 
-    def _region(self, base: Node, view: Node) -> Region | None:
+    def region(self, base: Node, view: Node) -> Region | None:
         """Where `view`, made of `base` by views alone, lies in it."""
         path: list[Node] = []
         node = view
@@ -546,7 +539,7 @@ class _Functionaliser:
 
     def _replace(self, call: Node) -> None:
         target: Any = call.target
-        arguments = CallReader._with_defaults(target, _bind(call))
+        arguments = _with_defaults(target, _bind(call))
         current = torch.fx.map_arg(arguments, self._current)
         functional = self._emit.call(auto_functionalized, target, **current)
         returned = len(target._schema.returns)
@@ -637,6 +630,11 @@ def _viewed(node: Node) -> Node | None:
         mine, theirs = node.meta["val"], source.meta["val"]
         return source if mine.untyped_storage()._cdata == theirs.untyped_storage()._cdata else None
     return source
+
+
+def _with_defaults(target: torch._ops.OpOverload, arguments: dict[str, Any]) -> dict[str, Any]:
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    return {**defaults, **arguments}
 
 
 def _bind(node: Node) -> dict[str, Any]:
