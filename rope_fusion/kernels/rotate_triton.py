@@ -1,15 +1,36 @@
-"""The Triton kernel of `rope_fusion::rotate` and its forms. Imported only where it is launched."""
+"""The Triton kernel of `rope_fusion::rotate` and its forms. Imported only where it is launched.
+
+One program owns a tile of tokens × heads and the columns of whole heads (in place: the rotary columns alone), so each
+element is read once and written once. Strides arrive as multiples of one power of two, which tells the compiler what it
+needs for 16-byte accesses and leaves sizes and strides out of the kernel's cache key: a new token count compiles
+nothing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import gcd
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rope_fusion.kernels.rope_qkv_triton import (
+    BATCH_AND_PLACE,
+    ONE_BATCH,
+    ONE_PLACE,
+    TRITON_DTYPES,
+    WIDEST_UNIT,
+    _quantise,
+    _row,
+    index_strides,
+    next_power_of_2,
+    row_strides,
+)
 from rope_fusion.kernels.rotate import GroupFp8, Rotary, StaticFp8
 
 
@@ -50,22 +71,25 @@ def _trig(row, column, mask, BLOCK_H: tl.constexpr):
     """
     shape: tl.constexpr = (row.shape[0], BLOCK_H, column.shape[0])
     pointers = tl.broadcast_to(row + column[None, None, :], shape)
-    return tl.load(pointers, mask=tl.broadcast_to(mask, shape), other=0.0)
+    return tl.load(pointers, mask=tl.broadcast_to(mask, shape), other=float("nan"))
 
 
-@triton.jit(do_not_specialize=["tokens", "sequence", "p_b", "p_s"])
+# Sizes, strides and the scale vary from call to call; as plain numbers of a declared type they cause no recompilation.
+@triton.jit(do_not_specialize=list(range(7, 28)))
 def rotate_kernel(
     x, cos, sin, positions, scale, out, scales,
-    tokens, sequence, scale_value,
-    x_b, x_s, x_h, cos_b, cos_s, sin_b, sin_s, p_b, p_s, o_b, o_s, o_g, o_h, q_b, q_s, q_g, q_h,
-    HEADS: tl.constexpr, GROUP_HEADS: tl.constexpr, ONE_ROW: tl.constexpr,
+    scale_value: tl.float32, tokens: tl.int32, sequence: tl.int32, table_rows: tl.int64,
+    x_b: tl.int64, x_s: tl.int64, x_h: tl.int64,
+    cos_b: tl.int64, cos_s: tl.int64, sin_b: tl.int64, sin_s: tl.int64,
+    o_b: tl.int64, o_s: tl.int64, o_g: tl.int64, o_h: tl.int64,
+    p_b: tl.int64, p_s: tl.int64, q_b: tl.int64, q_s: tl.int64, q_g: tl.int64, q_h: tl.int64,
+    UNIT: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, GROUP_HEADS: tl.constexpr,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, START: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, HALVES_OUT: tl.constexpr, INVERSE: tl.constexpr, FULL: tl.constexpr,
-    GATHER: tl.constexpr, IN_PLACE: tl.constexpr,
-    ROUND: tl.constexpr, MATH: tl.constexpr, ROUNDED: tl.constexpr, FP8_MAX: tl.constexpr,
-    HAS_SCALE: tl.constexpr, MULTIPLIES: tl.constexpr, EXACT: tl.constexpr,
+    IN_PLACE: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, MATH: tl.constexpr, ROUNDED: tl.constexpr,
+    FP8: tl.constexpr, FP8_MAX: tl.constexpr, MULTIPLIES: tl.constexpr,
     GROUP: tl.constexpr, MIN_AMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """BLOCK_T tokens × BLOCK_H heads of columns FIRST : FIRST + WIDTH, 2·HALF of which, from START on, are rotary."""
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -73,30 +97,38 @@ def rotate_kernel(
     token = (program // HEAD_BLOCKS) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = (program % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
-    if ONE_ROW:  # batch and sequence fold into one stride
-        b = tl.zeros_like(token).to(tl.int64)
-        s = token.to(tl.int64)
+    if SPLIT == ONE_BATCH:
+        b, s = tl.zeros_like(token), token
+    elif SPLIT == ONE_PLACE:
+        b, s = token, tl.zeros_like(token)
     else:
-        b = (token // sequence).to(tl.int64)
-        s = (token % sequence).to(tl.int64)
-    inside = (token < tokens)[:, None, None]
+        b, s = token // sequence, token % sequence
+    live = token < tokens
+    inside = live[:, None, None]
     mask = inside & (head < HEADS)[None, :, None] & (column < WIDTH)[None, None, :]
+    if DEPENDENT:  # launched before the kernel ahead of it has ended: nothing may be read or written before this point
+        gdc_wait()
+        gdc_launch_dependents()
 
     # the chain position -> row -> cos is the longest: it starts first
-    if GATHER:
-        row = tl.load(positions + b * p_b + s * p_s, mask=token < tokens, other=0).to(tl.int64)
-        cos_row = cos + (row * cos_s)[:, None, None]
-        sin_row = sin + (row * sin_s)[:, None, None]
+    if positions is not None:
+        row = tl.load(positions + _row(b, s, p_b, p_s, SPLIT), mask=live, other=0).to(tl.int64)
+        row = tl.where(row < 0, row + table_rows, row)
+        cos_row = (cos + row * (cos_s * UNIT))[:, None, None]
+        sin_row = (sin + row * (sin_s * UNIT))[:, None, None]
+        # a position outside the table reads NaN, not foreign memory
+        in_table = (live & (row >= 0) & (row < table_rows))[:, None, None]
     else:
-        cos_row = cos + (b * cos_b + s * cos_s)[:, None, None]
-        sin_row = sin + (b * sin_b + s * sin_s)[:, None, None]
+        cos_row = (cos + _row(b, s, cos_b * UNIT, cos_s * UNIT, SPLIT))[:, None, None]
+        sin_row = (sin + _row(b, s, sin_b * UNIT, sin_s * UNIT, SPLIT))[:, None, None]
+        in_table = inside
 
     r = column - START
     rotary = (r >= 0) & (r < 2 * HALF)
     own_column = column
     if HALVES_OUT:
         own_column = tl.where(rotary, START + tl.where(r < HALF, 2 * r, 2 * (r - HALF) + 1), column)
-    x_row = x + FIRST + (b * x_b + s * x_s)[:, None, None] + (head.to(tl.int64) * x_h)[None, :, None]
+    x_row = x + FIRST + _row(b, s, x_b * UNIT, x_s * UNIT, SPLIT)[:, None, None] + (head * (x_h * UNIT))[None, :, None]
     own = tl.load(x_row + own_column[None, None, :], mask=mask)
 
     if INTERLEAVED and not HALVES_OUT:
@@ -105,13 +137,13 @@ def rotate_kernel(
         k = tl.arange(0, BLOCK_D // 2) - START // 2
         pair = ((k >= 0) & (k < HALF))[None, None, :]
         if FULL:
-            cos_first = _trig(cos_row, 2 * k, inside & pair, BLOCK_H)
-            cos_second = _trig(cos_row, 2 * k + 1, inside & pair, BLOCK_H)
-            sin_first = _trig(sin_row, 2 * k, inside & pair, BLOCK_H)
-            sin_second = _trig(sin_row, 2 * k + 1, inside & pair, BLOCK_H)
+            cos_first = _trig(cos_row, 2 * k, in_table & pair, BLOCK_H)
+            cos_second = _trig(cos_row, 2 * k + 1, in_table & pair, BLOCK_H)
+            sin_first = _trig(sin_row, 2 * k, in_table & pair, BLOCK_H)
+            sin_second = _trig(sin_row, 2 * k + 1, in_table & pair, BLOCK_H)
         else:
-            cos_first = _trig(cos_row, k, inside & pair, BLOCK_H)
-            sin_first = _trig(sin_row, k, inside & pair, BLOCK_H)
+            cos_first = _trig(cos_row, k, in_table & pair, BLOCK_H)
+            sin_first = _trig(sin_row, k, in_table & pair, BLOCK_H)
             cos_second = cos_first
             sin_second = sin_first
         if INVERSE:
@@ -136,7 +168,7 @@ def rotate_kernel(
         k = r
         if not FULL:
             k = tl.where(low, r, r - HALF)
-        trig_mask = inside & rotary[None, None, :]
+        trig_mask = in_table & rotary[None, None, :]
         c = _trig(cos_row, k, trig_mask, BLOCK_H)
         sn = _trig(sin_row, k, trig_mask, BLOCK_H)
         sn = tl.where(low[None, None, :] == INVERSE, sn, -sn)
@@ -145,32 +177,30 @@ def rotate_kernel(
 
     if IN_PLACE:
         tl.debug_barrier()  # other threads of this program may still read what this one overwrites
-    o_row = out + FIRST + (b * o_b + s * o_s)[:, None, None] + _head_offset(head, o_g, o_h, HEADS, GROUP_HEADS)
-    o_tile = o_row + column[None, None, :]
+    o_row = out + FIRST + _row(b, s, o_b * UNIT, o_s * UNIT, SPLIT)[:, None, None]
+    o_tile = o_row + _head_offset(head, o_g * UNIT, o_h * UNIT, HEADS, GROUP_HEADS) + column[None, None, :]
     if GROUP > 0:
         chunks = tl.reshape(y.to(tl.float32), (BLOCK_T, BLOCK_H, BLOCK_D // GROUP, GROUP))
         # magnitudes order like their bits, and NaN lies above them all: the maximum keeps NaN as eager's does
         amax = tl.max(tl.abs(chunks).to(tl.int32, bitcast=True), axis=3).to(tl.float32, bitcast=True)
         amax = tl.maximum(amax, MIN_AMAX, propagate_nan=tl.PropagateNan.ALL)
         # eager on a GPU divides by a number as it does here in exact mode
-        step = amax * (1.0 / FP8_MAX) if EXACT else tl.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
+        step = amax * (1.0 / FP8_MAX) if EXACT else tl.div_rn(amax, FP8_MAX)
         if POWER_OF_TWO:
             step = ((step.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scaled = tl.div_rn(chunks, tl.broadcast_to(step[:, :, :, None], chunks.shape))
-        scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(o_tile, tl.reshape(scaled, (BLOCK_T, BLOCK_H, BLOCK_D)).to(out.dtype.element_ty), mask=mask)
+        divisor = tl.broadcast_to(step[:, :, :, None], chunks.shape)
+        reciprocal = tl.broadcast_to(tl.div_rn(1.0, step)[:, :, :, None], chunks.shape)
+        quantised = _quantise(chunks, divisor, reciprocal, FP8, FP8_MAX, False, EXACT)
+        tl.store(o_tile, tl.reshape(quantised, (BLOCK_T, BLOCK_H, BLOCK_D)), mask=mask)
         chunk = tl.arange(0, BLOCK_D // GROUP)
-        q_row = scales + (b * q_b + s * q_s)[:, None, None] + _head_offset(head, q_g, q_h, HEADS, GROUP_HEADS)
+        q_row = scales + _row(b, s, q_b, q_s, SPLIT)[:, None, None] + _head_offset(head, q_g, q_h, HEADS, GROUP_HEADS)
         chunk_mask = inside & (head < HEADS)[None, :, None] & (chunk < WIDTH // GROUP)[None, None, :]
         tl.store(q_row + chunk[None, None, :], step, mask=chunk_mask)
-    elif FP8_MAX > 0:
-        factor = scale_value
-        if HAS_SCALE:
-            factor = tl.load(scale).to(tl.float32)
-        value = y.to(tl.float32)
-        value = value * factor if MULTIPLIES else tl.div_rn(value, tl.full(value.shape, 0.0, tl.float32) + factor)
-        value = tl.clamp(value, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(o_tile, value.to(out.dtype.element_ty), mask=mask)
+    elif FP8 is not None:
+        divisor = scale_value
+        if scale is not None:
+            divisor = tl.load(scale).to(tl.float32)
+        tl.store(o_tile, _quantise(y, divisor, tl.div_rn(1.0, divisor), FP8, FP8_MAX, MULTIPLIES, EXACT), mask=mask)
     else:
         tl.store(o_tile, y, mask=mask)
 # fmt: on
@@ -178,21 +208,20 @@ def rotate_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """Up to how many elements a program shape is used, and that shape."""
+    """A program shape, and up to how many elements of x it is used."""
 
-    max_elements: int
+    max_elements: float
     tile: int  # elements per program
     warps: int
+    dependent: bool = False  # start while the kernel before it ends (CUDA's programmatic dependent launch)
 
 
 # Measured on one H200, see docs/performance.md.
 LAUNCHES = (
     Launch(max_elements=1 << 17, tile=512, warps=1),
     Launch(max_elements=1 << 20, tile=2048, warps=4),
-    Launch(max_elements=1 << 62, tile=8192, warps=8),
+    Launch(max_elements=float("inf"), tile=8192, warps=8),
 )
-
-_TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def pick_launch(elements: int) -> Launch:
@@ -200,7 +229,88 @@ def pick_launch(elements: int) -> Launch:
     return next(row for row in LAUNCHES if elements <= row.max_elements)
 
 
-def launch(
+class Spec(NamedTuple):
+    """Everything about a call that is compiled into the kernel, apart from the pointers' types and alignment."""
+
+    heads: int
+    groups: int
+    width: int
+    rotary: Rotary
+    full_width: bool
+    in_place: bool
+    rounded: torch.dtype
+    fp8: torch.dtype | None
+    multiplies: bool
+    group: tuple[int, float, bool] | None  # size, min_amax, power_of_two
+    split: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of the kernel; remembers what was compiled for which pointer types and alignments."""
+
+    constexprs: dict[str, Any]
+    options: dict[str, Any]
+    compiled: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False)
+
+    def grid(self, tokens: int) -> tuple[int, int, int]:
+        """Programs in one dim, because the second holds at most 65535; those of one token are neighbours."""
+        head_blocks = triton.cdiv(self.constexprs["HEADS"], self.constexprs["BLOCK_H"])
+        return (triton.cdiv(tokens, self.constexprs["BLOCK_T"]) * head_blocks, 1, 1)
+
+
+@lru_cache(maxsize=1024)
+def variant_of(spec: Spec, shape: Launch) -> Variant:
+    """The specialisation of the kernel that serves `spec` with programs of `shape`."""
+    rotary = spec.rotary
+    first, width = (rotary.rotary_start, rotary.rotary_dim) if spec.in_place else (0, spec.width)
+    block_d, all_heads = next_power_of_2(width), next_power_of_2(spec.heads)
+    size, min_amax, power_of_two = spec.group or (0, 0.0, False)
+    constexprs = {
+        "UNIT": spec.unit,
+        "SPLIT": spec.split,
+        "HEADS": spec.heads,
+        "GROUP_HEADS": spec.heads // spec.groups,
+        "FIRST": first,
+        "WIDTH": width,
+        "START": rotary.rotary_start - first,
+        "HALF": rotary.rotary_dim // 2,
+        "INTERLEAVED": rotary.interleaved,
+        "HALVES_OUT": rotary.halves_out,
+        "INVERSE": rotary.inverse,
+        "FULL": spec.full_width,
+        "IN_PLACE": spec.in_place,
+        "EXACT": rotary.exact,
+        "ROUND": rotary.exact and rotary.math_dtype != torch.float32,
+        "MATH": TRITON_DTYPES[rotary.math_dtype],
+        "ROUNDED": TRITON_DTYPES[spec.rounded],
+        "FP8": None if spec.fp8 is None else TRITON_DTYPES[spec.fp8],
+        "FP8_MAX": 0.0 if spec.fp8 is None else torch.finfo(spec.fp8).max,
+        "MULTIPLIES": spec.multiplies,
+        "GROUP": size,
+        "MIN_AMAX": min_amax,
+        "POWER_OF_TWO": power_of_two,
+        "BLOCK_T": max(1, shape.tile // (block_d * all_heads)),
+        "BLOCK_H": min(all_heads, max(1, shape.tile // block_d)),
+        "BLOCK_D": block_d,
+        "DEPENDENT": shape.dependent,
+    }
+    # a fused multiply-add would skip a rounding that eager does
+    options = {"num_warps": shape.warps, "enable_fp_fusion": not rotary.exact, "launch_pdl": shape.dependent}
+    return Variant(constexprs, options)
+
+
+class Call(NamedTuple):
+    """One call, ready to launch: pointers and numbers in the kernel's order, and what is compiled in."""
+
+    pointers: tuple[Tensor | None, ...]
+    numbers: tuple[float | int, ...]
+    variant: Variant
+    tokens: int
+
+
+def prepare(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -214,64 +324,94 @@ def launch(
     quant: StaticFp8 | GroupFp8 | None = None,
     scales: Tensor | None = None,
     shape: Launch | None = None,
-) -> None:
-    """Run the kernel into `out`: a tensor in `layout`, or `x` itself, of which only the rotary slice is touched."""
+) -> Call:
+    """Work out the kernel's arguments; launches nothing and works on tensors of the meta device too.
+
+    Args:
+        x, cos, sin, positions, rotary: as for `rope_fusion::rotate`.
+        out: a tensor in `layout`, or `x` itself, of which only the rotary slice is touched then.
+        rounded: dtype that the rotated value is rounded to before it is quantised; by default that of `out`.
+        scales: receives the scales of group quantisation, in `layout` too.
+        shape: overrides the launch table.
+    """
+    batch, sequence, heads, width = x.shape
+    in_place = out is x
+    x_strides = row_strides(x)
+    o_strides = (*x_strides[:2], 0, x_strides[2]) if in_place else _strides(out, layout)
+    angle_strides = (
+        (*_row_strides(cos), *_row_strides(sin)) if positions is None else (0, cos.stride(0), 0, sin.stride(0))
+    )
+    strides = (*x_strides, *angle_strides, *o_strides)
+    unit = gcd(WIDEST_UNIT, *strides)
+    static = quant if isinstance(quant, StaticFp8) else None
+    spec = Spec(
+        heads,
+        groups,
+        width,
+        rotary,
+        cos.shape[-1] == rotary.rotary_dim,
+        in_place,
+        rounded or out.dtype,
+        None if quant is None else quant.dtype,
+        static is not None and static.multiplies,
+        (quant.size, quant.min_amax, quant.power_of_two) if isinstance(quant, GroupFp8) else None,
+        (ONE_BATCH if batch == 1 else ONE_PLACE if sequence == 1 else BATCH_AND_PLACE).value,
+        unit,
+    )
+    numbers = (
+        1.0 if static is None else static.scale_value,
+        batch * sequence,
+        sequence,
+        0 if positions is None else cos.shape[0],
+        *[stride // unit for stride in strides],
+        *((0, 0) if positions is None else index_strides(positions, sequence, False)),
+        *((0, 0, 0, 0) if scales is None else _strides(scales, layout)),
+    )
+    pointers = (x, cos, sin, positions, None if static is None else static.scale, out, scales)
+    return Call(pointers, numbers, variant_of(spec, shape or pick_launch(x.numel())), batch * sequence)
+
+
+def launch(x: Tensor, *args: Any, **options: Any) -> None:
+    """Run the kernel; arguments as for `prepare`. No elements, no launch.
+
+    With ``TRITON_INTERPRET=1`` in the environment before Triton is imported, tensors on the CPU are taken too.
+    """
     if x.numel() == 0:
         return
-    batch, sequence, heads, width = x.shape
-    shape = shape or pick_launch(x.numel())
-    in_place = out is x
-    first, width = (rotary.rotary_start, rotary.rotary_dim) if in_place else (0, width)
-    block_d = triton.next_power_of_2(width)
-    all_heads = triton.next_power_of_2(heads)
-    block_h = min(all_heads, max(1, shape.tile // block_d))
-    block_t = max(1, shape.tile // (block_d * all_heads))
-    grid = (triton.cdiv(batch * sequence, block_t) * triton.cdiv(heads, block_h),)
-
-    x_strides = dict(zip("bsh", x.stride(), strict=False))
-    o_strides = x_strides if in_place else _strides(out, layout)
-    q_strides = {} if scales is None else _strides(scales, layout)
-    # one token per batch row: the batch takes the place of the sequence, and the kernel need not divide
-    one_row = batch == 1 or sequence == 1
-
-    def token_strides(b: int, s: int) -> tuple[int, int]:
-        return (0, b) if sequence == 1 and batch > 1 else (b, s)
-
-    if positions is None:
-        trig = [*token_strides(*_row_strides(cos)), *token_strides(*_row_strides(sin)), 0, 0]
+    call = prepare(x, *args, **options)
+    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            _run(call)
     else:
-        rows = positions if positions.dim() == 2 else positions.unsqueeze(0)
-        trig = [0, cos.stride(0), 0, sin.stride(0), *token_strides(*_row_strides(rows))]
-    static = quant if isinstance(quant, StaticFp8) else None
-    grouped = quant if isinstance(quant, GroupFp8) else None
-    # a fused multiply-add skips a rounding that eager does
-    options: dict[str, Any] = {"enable_fp_fusion": False} if rotary.exact else {}
-    rotate_kernel[grid](
-        x, cos, sin, positions, static and static.scale, out, scales,
-        batch * sequence, sequence, static.scale_value if static else 1.0,
-        *token_strides(x_strides["b"], x_strides["s"]), x_strides["h"],
-        *trig,
-        *token_strides(o_strides["b"], o_strides["s"]), o_strides.get("g", 0), o_strides["h"],
-        *token_strides(q_strides.get("b", 0), q_strides.get("s", 0)), q_strides.get("g", 0), q_strides.get("h", 0),
-        HEADS=heads, GROUP_HEADS=heads // groups, ONE_ROW=one_row,
-        FIRST=first, WIDTH=width, START=rotary.rotary_start - first, HALF=rotary.rotary_dim // 2,
-        INTERLEAVED=rotary.interleaved, HALVES_OUT=rotary.halves_out, INVERSE=rotary.inverse,
-        FULL=cos.shape[-1] == rotary.rotary_dim, GATHER=positions is not None, IN_PLACE=in_place,
-        ROUND=rotary.exact and rotary.math_dtype != torch.float32,
-        MATH=_TRITON_DTYPE[rotary.math_dtype] if rotary.exact else tl.float32,
-        ROUNDED=_TRITON_DTYPE[rounded or out.dtype], FP8_MAX=torch.finfo(quant.dtype).max if quant else 0.0,
-        HAS_SCALE=static is not None and static.scale is not None, MULTIPLIES=static is not None and static.multiplies,
-        EXACT=rotary.exact, GROUP=grouped.size if grouped else 0, MIN_AMAX=grouped.min_amax if grouped else 0.0,
-        POWER_OF_TWO=grouped is not None and grouped.power_of_two,
-        BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=shape.warps, **options,
-    )  # fmt: skip
+        _run(call)
 
 
-def _strides(out: Tensor, layout: str) -> dict[str, int]:
-    """Stride of each token of `layout`."""
-    return dict(zip(layout.split(), out.stride(), strict=True))
+def _run(call: Call) -> None:
+    variant, device = call.variant, call.pointers[0].device  # type: ignore[union-attr]
+    grid = variant.grid(call.tokens)
+    if device.type != "cuda" or torch.version.hip:
+        # The interpreter takes no options. On ROCm a kernel depends on the sizes of buffers too, which Triton tracks.
+        options = variant.options if device.type == "cuda" else {}
+        rotate_kernel[grid](*call.pointers, *call.numbers, **variant.constexprs, **options)
+        return
+    # Triton's own dispatch takes tens of microseconds; what it looks at is in this key, so it runs once for each.
+    key = (device.index, *[None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in call.pointers])
+    compiled = variant.compiled.get(key)
+    if compiled is None:
+        variant.compiled[key] = rotate_kernel[grid](
+            *call.pointers, *call.numbers, **variant.constexprs, **variant.options
+        )
+    else:
+        compiled[grid](*call.pointers, *call.numbers, *variant.constexprs.values())
+
+
+def _strides(out: Tensor, layout: str) -> tuple[int, int, int, int]:
+    """Strides of b, s, g and h; 0 for one that `layout` lacks or that has one element."""
+    sizes = dict(zip(layout.split(), zip(out.shape, out.stride(), strict=True), strict=True))
+    b, s, g, h = (stride if size > 1 else 0 for size, stride in (sizes.get(token, (1, 0)) for token in "bsgh"))
+    return b, s, g, h
 
 
 def _row_strides(rows: Tensor) -> tuple[int, int]:
-    """Batch and sequence strides of ``[B or 1, S or 1, ...]``, 0 along a dim of size 1."""
+    """Batch and sequence strides of ``[B or 1, S or 1, C]``, 0 along a dim of size 1."""
     return rows.stride(0) if rows.shape[0] > 1 else 0, rows.stride(1) if rows.shape[1] > 1 else 0
