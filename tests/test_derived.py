@@ -320,7 +320,11 @@ def test_refuses_while_a_cache_stores_inner_functions_alone(setting):
 
 
 def test_nothing_is_derived_beyond_the_budget():
-    module, harness, x = nn.Sequential(*[QuantisedLinear() for _ in range(4)]), Harness(derived_budget=2 * 2048), inputs()
+    module, harness, x = (
+        nn.Sequential(*[QuantisedLinear() for _ in range(4)]),
+        Harness(derived_budget=2 * 2048),
+        inputs(),
+    )
     assert torch.equal(harness.compile(module)(x), module(x))
     assert harness.hits == {"weight_dequant": 2}
     assert sum("derived_budget" in sentence for sentence in harness.refusals) == 1
@@ -492,7 +496,9 @@ def test_threads_compute_a_value_once_and_never_read_it_torn():
         barrier = threading.Barrier(4)
         wrong: list[Tensor] = []
 
-        def call(expected: Tensor = expected, barrier: threading.Barrier = barrier, wrong: list[Tensor] = wrong) -> None:
+        def call(
+            expected: Tensor = expected, barrier: threading.Barrier = barrier, wrong: list[Tensor] = wrong
+        ) -> None:
             with torch.no_grad():
                 barrier.wait()
                 result = compiled(x)

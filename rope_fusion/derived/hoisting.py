@@ -111,12 +111,14 @@ def hoisting_compile(
     static = [index for index in kwargs.get("static_input_idxs", ()) if index < len(placeholders)]
     finding = plan.find_candidates(gm.graph, [placeholders[index] for index in static])
     for pattern, sentence in finding.refusals:
-        report.refusal(pattern, sentence)
-    if not finding.candidates:
+        if pattern not in options.disable:
+            report.refusal(pattern, sentence)
+    candidates = [candidate for candidate in finding.candidates if candidate.pattern not in options.disable]
+    if not candidates:
         return next_compile(gm, example_inputs, **kwargs)
 
     planner = _Planner(gm, placeholders, known, options, report, store)
-    chosen = planner.choose(finding.candidates, bool(kwargs.get("is_inference")))
+    chosen = planner.choose(candidates, bool(kwargs.get("is_inference")))
     if not chosen:
         inner = next_compile(gm, example_inputs, **kwargs)
         return UncachedFunction(inner) if kwargs.get("is_inference") else inner
@@ -161,8 +163,6 @@ class _Planner:
         """The candidates to take out."""
         allowed = []
         for candidate in candidates:
-            if candidate.pattern in self._options.disable:
-                continue
             self._report.candidate(candidate.pattern)
             sentence = self._refusal(candidate, is_inference)
             if sentence is None:

@@ -115,8 +115,12 @@ class DerivedTensor:
         return all(ref() is source for ref, source in zip(self.tensors, sources, strict=True))
 
     def is_fresh(self, sources: Sequence[Tensor]) -> bool:
-        """Whether no counted write has happened since it was computed."""
-        return self.versions == [version_of(t) for t in sources] and self.pointers == [t.data_ptr() for t in sources]
+        """Whether it was computed from these storages and no counted write has happened since.
+
+        An equal address is not enough: ``.data = ...``, done twice, may bring new data to where the old data was.
+        """
+        counted = self.versions == [version_of(t) for t in sources] and self.pointers == [t.data_ptr() for t in sources]
+        return counted and self.made_from(sources)
 
     def wait(self) -> bool:
         """Order the current stream after the computation; True once there is nothing left to wait for."""
