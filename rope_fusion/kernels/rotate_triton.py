@@ -123,6 +123,12 @@ def rotate_kernel(
         sin_row = (sin + _row(b, s, sin_b * UNIT, sin_s * UNIT, SPLIT))[:, None, None]
         in_table = inside
 
+    if FP8 is not None and GROUP == 0:
+        divisor = scale_value
+        if scale is not None:
+            divisor = tl.load(scale).to(tl.float32)
+        reciprocal = tl.div_rn(1.0, divisor)  # here few registers are in use yet, and the division may call a function
+
     r = column - START
     rotary = (r >= 0) & (r < 2 * HALF)
     own_column = column
@@ -197,10 +203,7 @@ def rotate_kernel(
         chunk_mask = inside & (head < HEADS)[None, :, None] & (chunk < WIDTH // GROUP)[None, None, :]
         tl.store(q_row + chunk[None, None, :], step, mask=chunk_mask)
     elif FP8 is not None:
-        divisor = scale_value
-        if scale is not None:
-            divisor = tl.load(scale).to(tl.float32)
-        tl.store(o_tile, _quantise(y, divisor, tl.div_rn(1.0, divisor), FP8, FP8_MAX, MULTIPLIES, EXACT), mask=mask)
+        tl.store(o_tile, _quantise(y, divisor, reciprocal, FP8, FP8_MAX, MULTIPLIES, EXACT), mask=mask)
     else:
         tl.store(o_tile, y, mask=mask)
 # fmt: on
