@@ -1,0 +1,1 @@
+"""Random attention programs, perturbed graphs and the oracle that judges what the pass made of them."""

@@ -1,0 +1,318 @@
+"""The oracle: run a graph, the graph that the pass made of it, and the same graph in float64, on the same inputs, and compare.
+
+No code is generated: the post-grad graph is taken from AOTAutograd exactly as Inductor would get it, and interpreted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import reorder_for_locality, view_to_reshape
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from rope_fusion.fusion_pass import FusionPass
+from rope_fusion.options import Options
+from rope_fusion.report import GraphReport
+from trust.programs import Program
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+class WrongRewrite(AssertionError):
+    """The rewritten graph computes something else."""
+
+
+@dataclass
+class Outcome:
+    """What happened to the graphs of one case."""
+
+    hits: dict[str, int] = field(default_factory=dict)
+    reports: list[GraphReport] = field(default_factory=list)
+    runs: int = 0
+    worst: float = 0.0  # the largest error, as a share of what is allowed
+
+    def add(self, report: GraphReport) -> None:
+        self.reports.append(report)
+        for name, count in report.hits.items():
+            self.hits[name] = self.hits.get(name, 0) + count
+
+
+def clone_all(tensors: Sequence[Any]) -> list[Any]:
+    """Copies that share storage where the originals do."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    out: list[Any] = []
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            out.append(tensor)
+            continue
+        old = tensor.untyped_storage()
+        key = old.data_ptr() or id(old)
+        if key not in storages:
+            storages[key] = torch.UntypedStorage(old.nbytes())
+            storages[key].copy_(old)
+        made = torch.empty(0, dtype=tensor.dtype)
+        made.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        out.append(made)
+    return out
+
+
+class InDouble(Interpreter):
+    """Runs a graph with every float in float64: the value that rounding keeps the program from."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.view.dtype:
+            raise Unsupported("a tensor is reinterpreted bit by bit")
+        args = torch.utils._pytree.tree_map(_widen, args)
+        kwargs = torch.utils._pytree.tree_map(_widen, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def fetch_attr(self, target: str) -> Any:
+        return _widen(super().fetch_attr(target))
+
+
+class Unsupported(Exception):
+    """This graph cannot be computed in float64."""
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
+    if isinstance(value, Tensor):
+        if value.dtype.is_complex and value.dtype != torch.complex128:
+            return value.to(torch.complex128)
+        if value.dtype.is_floating_point and value.dtype != torch.float64:
+            return value.to(torch.float64)
+    return value
+
+
+def as_inductor_gets_it(gm: GraphModule) -> GraphModule:
+    """What Inductor does to a graph between AOTAutograd and its custom passes."""
+    view_to_reshape(gm)
+    gm.graph.eliminate_dead_code()
+    reorder_for_locality(gm.graph)
+    gm.recompile()
+    return gm
+
+
+def rewrite(gm: GraphModule, options: Options) -> tuple[GraphModule, GraphReport]:
+    """A copy of `gm` after the pass; failures of the pass raise."""
+    made = copy_graph(gm)
+    reports: list[GraphReport] = []
+    FusionPass(options, reports.append)(made.graph)
+    made.graph.lint()
+    made.recompile()
+    return made, reports[0]
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    result = graph.graph_copy(gm.graph, made)
+    graph.output(result)
+    for old, new in made.items():
+        new.meta = copy.copy(old.meta)
+    return GraphModule(gm, graph)
+
+
+def compare_on(
+    plain: GraphModule, fused: GraphModule, arguments: Sequence[Any], *, exact: bool = False
+) -> float:
+    """Run both on copies of `arguments`; raises `WrongRewrite`, returns the largest error as a share of what is allowed."""
+    ours, theirs = clone_all(arguments), clone_all(arguments)
+    expected = _flat(Interpreter(plain).run(*theirs))
+    got = _flat(Interpreter(fused).run(*ours))
+    true: list[Any] | None = None
+    wide = [_widen(argument) for argument in clone_all(arguments)]
+    if not exact:
+        try:
+            true = _flat(InDouble(copy_graph(plain)).run(*wide)) + wide
+        except (Unsupported, RuntimeError, NotImplementedError):
+            true = None
+    names = [f"output {index}" for index in range(len(expected))]
+    names += [f"input {node.name} afterwards" for node in plain.graph.nodes if node.op == "placeholder"]
+    if len(got) != len(expected):
+        raise WrongRewrite(f"{len(expected)} outputs became {len(got)}")
+    worst = 0.0
+    values = zip(names, [*expected, *theirs], [*got, *ours], true or [None] * len(names), strict=True)
+    for name, reference, value, exactly in values:
+        if isinstance(reference, Tensor):
+            worst = max(worst, compare(name, reference, value, exactly, exact))
+        elif reference != value:
+            raise WrongRewrite(f"{name} is {value}, was {reference}")
+    for name, before, reference, value in zip(names[len(expected) :], arguments, theirs, ours, strict=True):
+        if isinstance(before, Tensor) and before.numel() and not before.dtype.is_complex:
+            kept = bitwise(before) == bitwise(reference)
+            if bool((bitwise(value) != bitwise(before))[kept].any()):
+                raise WrongRewrite(f"{name} has changed where the program leaves it alone")
+    return worst
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def compare(name: str, reference: Tensor, value: Tensor, true: Tensor | None, exact: bool = False) -> float:
+    """Compare one fused result with the unfused one and, where known, with its value in float64.
+
+    The rule: nowhere further from the float64 value than 1.05 times the largest error of the unfused program plus one unit in the last
+    place of the largest element of its row, because a rotation mixes the elements of a row. A result in which nothing was rounded
+    must stay the same. Where there is no float64 value, the unfused result stands in for it.
+    """
+    if reference.dtype != value.dtype or reference.shape != value.shape:
+        raise WrongRewrite(
+            f"{name} is {value.dtype} {tuple(value.shape)}, was {reference.dtype} {tuple(reference.shape)}"
+        )
+    if not reference.numel():
+        return 0.0
+    if exact or not (reference.dtype.is_floating_point or reference.dtype.is_complex):
+        if not same_bits(reference, value):
+            raise WrongRewrite(f"{name} differs\n{_first_difference(reference, value, reference)}")
+        return 0.0
+    if reference.dtype.is_complex:
+        reference, value = torch.view_as_real(reference.resolve_conj()), torch.view_as_real(value.resolve_conj())
+        true = torch.view_as_real(true.resolve_conj()) if true is not None else None
+    dtype = reference.dtype
+    reference, value = reference.double(), value.double()
+    target = reference if true is None else true.double()
+    limit = torch.finfo(dtype).max
+    target = target.clamp(-limit, limit) if dtype in FP8 else target
+    if not torch.equal(torch.isnan(reference), torch.isnan(value)):
+        raise WrongRewrite(f"{name} has NaN elsewhere than before\n{_first_difference(reference, value, target)}")
+    finite = torch.isfinite(target) & torch.isfinite(reference)
+    if not torch.equal(reference[~finite].nan_to_num(0.5), value[~finite].nan_to_num(0.5)):
+        raise WrongRewrite(f"{name} differs where it is not finite")
+    zero = torch.zeros((), dtype=torch.float64)
+    plain_error = torch.where(finite, (reference - target).abs(), zero)
+    error = torch.where(finite, (value - target).abs(), zero)
+    rows = torch.where(finite, target, zero).abs()
+    place = last_place(rows.amax(-1, keepdim=True) if rows.dim() else rows, dtype)
+    allowed = (1.05 * plain_error.max() + place).expand_as(error)
+    if true is not None and not plain_error.any():
+        allowed = torch.zeros_like(error)
+    if bool((error > allowed).any()):
+        raise WrongRewrite(f"{name} is too far off\n{_first_difference(reference, value, target, error > allowed)}")
+    return float((error / allowed).nan_to_num(0.0).max())
+
+
+def last_place(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """One unit in the last place of `dtype` at each (float64) element."""
+    info = torch.finfo(dtype)
+    exponent = torch.floor(torch.log2(value.abs().clamp(min=info.smallest_normal)))
+    return torch.exp2(exponent) * info.eps
+
+
+def bitwise(tensor: Tensor) -> Tensor:
+    """The bits of each element as an integer."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.dtype.is_complex else tensor
+    if not tensor.dtype.is_floating_point:
+        return tensor
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Equality in which NaN equals NaN and -0 differs from 0."""
+    if not first.dtype.is_floating_point:
+        return torch.equal(bitwise(first), bitwise(second))
+    nan = torch.isnan(first.float())
+    same = (bitwise(first) == bitwise(second)) | (nan & torch.isnan(second.float()))
+    return bool(same.all())
+
+
+def _first_difference(reference: Tensor, value: Tensor, true: Tensor, where: Tensor | None = None) -> str:
+    where = (reference != value) if where is None else where
+    places = where.nonzero()[:3].tolist()
+    lines = [f"{int(where.sum())} of {where.numel()} elements, shape {tuple(where.shape)}"]
+    for place in places:
+        at = tuple(place)
+        lines.append(f"  {list(at)}: unfused {reference[at].item()}, fused {value[at].item()}, true {true[at].item()}")
+    return "\n".join(lines)
+
+
+Check = Callable[[GraphModule, Sequence[Any]], None]
+
+
+def with_graphs(function: Callable[..., Any], on_graph: Check) -> Callable[..., Any]:
+    """`function` compiled so that each post-grad graph, with its real arguments, is shown to `on_graph` before it is interpreted."""
+
+    def inner_compile(gm: GraphModule, _example: Any, **_: Any) -> Callable[..., Any]:
+        as_inductor_gets_it(gm)
+
+        def run(*arguments: Any) -> Any:
+            on_graph(gm, arguments)
+            return Interpreter(gm).run(*arguments)
+
+        return make_boxed_func(run)
+
+    def backend(gm: GraphModule, example: Sequence[Any]) -> Any:
+        return compile_fx(gm, list(example), inner_compile=inner_compile)
+
+    return torch.compile(function, backend=backend, fullgraph=False)
+
+
+@dataclass
+class Captured:
+    """A post-grad graph and arguments that it was called with."""
+
+    graph: GraphModule
+    arguments: list[Any]
+
+    def copy_arguments(self) -> list[Any]:
+        """Arguments that a run may write into."""
+        return clone_all(self.arguments)
+
+
+def capture(program: Program, seed: int = 1) -> list[Captured]:
+    """Compile and run a program, at both its lengths; one entry for each call of a graph."""
+    found: list[Captured] = []
+    torch._dynamo.reset()
+    compiled = with_graphs(program.function(), lambda gm, args: found.append(Captured(gm, clone_all(args))))
+    with torch.no_grad():
+        arguments = program.arguments(program.sequence, seed)
+        if program.other_sequence is not None:
+            for item, tensor in zip(program.inputs, arguments, strict=True):
+                for dim, size in enumerate(item.shape):
+                    if size == "S":
+                        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        compiled(*arguments)
+        if program.other_sequence is not None:
+            compiled(*program.arguments(program.other_sequence, seed + 1))
+    return found
+
+
+def check_captured(captured: Sequence[Captured], options: Options, *, exact: bool = False) -> Outcome:
+    """Rewrite each graph once, and compare at every call."""
+    outcome = Outcome()
+    fused: dict[GraphModule, GraphModule] = {}
+    for call in captured:
+        if call.graph not in fused:
+            fused[call.graph], report = rewrite(call.graph, options)
+            outcome.add(report)
+        worst = compare_on(call.graph, fused[call.graph], call.arguments, exact=exact)
+        outcome.worst = max(outcome.worst, worst)
+        outcome.runs += 1
+    return outcome
+
+
+def check_program(program: Program, options: Options, *, exact: bool = False) -> Outcome:
+    """Capture, rewrite, run and compare one program, at both its lengths."""
+    return check_captured(capture(program), options, exact=exact)
+
+
+__all__ = [
+    "Captured",
+    "Outcome",
+    "WrongRewrite",
+    "capture",
+    "check_captured",
+    "check_program",
+    "compare_on",
+    "copy_graph",
+    "rewrite",
+]

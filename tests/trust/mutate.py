@@ -1,0 +1,141 @@
+"""Perturbs one node of a captured graph: a sign, a constant, a dim, the operand order, an index, a dtype, an operator, an operand.
+
+A perturbed graph is a program of its own. Whatever the pass makes of it must compute what it computes, not what the graph it came
+from does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from rope_fusion._torch import detect_fake_mode
+from trust.choices import Choices
+from trust.differential import copy_graph
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+TWINS = {
+    aten.add.Tensor: aten.sub.Tensor,
+    aten.sub.Tensor: aten.add.Tensor,
+    aten.mul.Tensor: aten.div.Tensor,
+    aten.div.Tensor: aten.mul.Tensor,
+    aten.cos.default: aten.sin.default,
+    aten.sin.default: aten.cos.default,
+    aten.neg.default: aten.abs.default,
+    aten.clamp_min.default: aten.clamp_max.default,
+    aten.clamp_max.default: aten.clamp_min.default,
+    aten.index_copy.default: aten.index_add.default,
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def mutate(gm: GraphModule, choices: Choices, tries: int = 40) -> tuple[GraphModule, str] | None:
+    """A copy of `gm` with one node perturbed and what was done to it; None when no perturbation was found that makes sense."""
+    for _ in range(tries):
+        made = copy_graph(gm)
+        nodes = [n for n in made.graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
+        if not nodes:
+            return None
+        node = choices.pick(nodes)
+        options = [option for option in _perturbations(node, choices)]
+        if not options:
+            continue
+        target, args, kwargs, what = choices.pick(options)
+        before = str(node.format_node())
+        node.target, node.args, node.kwargs = target, args, kwargs
+        if refresh(made, node):
+            made.graph.eliminate_dead_code()
+            made.recompile()
+            return made, f"{what}: {before}  ->  {node.format_node()}"
+    return None
+
+
+def refresh(gm: GraphModule, start: Node) -> bool:
+    """Compute the fake values of `start` and all that follows; False where that fails or changes what the graph returns."""
+    fake_mode = detect_fake_mode([node.meta["val"] for node in gm.graph.nodes if "val" in node.meta])
+    changed = {start}
+    for node in gm.graph.nodes:
+        if node not in changed and not any(source in changed for source in node.all_input_nodes):
+            continue
+        if node.op == "output":
+            continue
+        if node.target is aten.copy_.default:
+            into, value = node.args[0].meta["val"], node.args[1].meta["val"]
+            if into.shape != value.shape or into.dtype != value.dtype:
+                return False
+            continue
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
+        try:
+            with fake_mode, torch.no_grad():
+                value = node.target(*args, **kwargs)
+        except Exception:
+            return False
+        node.meta["val"] = value
+        changed.add(node)
+    return True
+
+
+Perturbation = tuple[Any, tuple[Any, ...], dict[str, Any], str]
+
+
+def _perturbations(node: Node, choices: Choices) -> Iterator[Perturbation]:
+    target, args, kwargs = node.target, node.args, dict(node.kwargs)
+    if target in TWINS:
+        yield TWINS[target], args, kwargs, "operator"
+    if target is aten.neg.default:
+        yield aten.clone.default, args, {}, "sign"
+    if len(args) >= 2 and isinstance(args[0], Node) and isinstance(args[1], Node):
+        yield target, (args[1], args[0], *args[2:]), kwargs, "operand order"
+    for position, value in enumerate(args):
+        for changed, what in _changed(value, node, choices):
+            yield target, (*args[:position], changed, *args[position + 1 :]), kwargs, what
+    for key, value in kwargs.items():
+        for changed, what in _changed(value, node, choices):
+            yield target, args, {**kwargs, key: changed}, what
+    if target is aten.index_put.default and len(args) == 3:
+        yield target, (*args, True), kwargs, "accumulate"
+
+
+def _changed(value: Any, node: Node, choices: Choices) -> Iterator[tuple[Any, str]]:
+    if isinstance(value, bool):
+        yield not value, "flag"
+    elif isinstance(value, int):
+        yield value + choices.pick((1, -1)), "index"
+        yield -value, "sign of an index"
+        yield choices.pick((0, 1, 2, 3)), "index"
+    elif isinstance(value, float):
+        yield value * choices.pick((0.5, 2.0, -1.0, 1.001)), "constant"
+    elif isinstance(value, torch.dtype):
+        yield choices.pick(DTYPES), "dtype"
+    elif isinstance(value, Node):
+        likes = [other for other in _earlier(node) if _alike(other, value)]
+        if likes:
+            yield choices.pick(likes), "operand"
+    elif isinstance(value, (list, tuple)) and value:
+        position = choices.pick(range(len(value)))
+        for changed, what in _changed(value[position], node, choices):
+            made = [*value[:position], changed, *value[position + 1 :]]
+            yield type(value)(made) if isinstance(value, tuple) else made, what
+        if len(value) > 1:
+            yield [*value[1:], value[0]], "order"
+
+
+def _earlier(node: Node) -> Iterator[Node]:
+    for other in node.graph.nodes:
+        if other is node:
+            return
+        yield other
+
+
+def _alike(other: Node, value: Node) -> bool:
+    if other is value:
+        return False
+    first, second = other.meta.get("val"), value.meta.get("val")
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    return first.shape == second.shape and first.dtype == second.dtype
