@@ -5,6 +5,7 @@ Importing this module imports torch's Inductor (seconds); `import rope_fusion` d
 
 from __future__ import annotations
 
+import torch
 from torch._dynamo.utils import counters, detect_fake_mode
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._inductor import config as inductor_config
@@ -30,7 +31,11 @@ except ImportError:  # torch 2.11: Inductor knows no such passes, so none but ou
         """A graph pass that is also told whether the graph is an inference graph."""
 
 
+# Whether Inductor performs an index_put through reshapes of a graph input in place (seen: 2.13 does, 2.11 does not).
+REINPLACES_THROUGH_VIEWS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
 __all__ = [
+    "REINPLACES_THROUGH_VIEWS",
     "CallFunction",
     "CustomGraphPass",
     "CustomInferenceAwareGraphPass",

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from rope_fusion.canonical.attributes import KvWriteAttributes, QuantAttributes, RotaryAttributes
+from rope_fusion._torch import REINPLACES_THROUGH_VIEWS
+from rope_fusion.canonical.attributes import (
+    KvWriteAttributes,
+    LayerWriteAttributes,
+    QuantAttributes,
+    RotaryAttributes,
+)
+from rope_fusion.canonical.cache_in_place import is_already_in_place
 from rope_fusion.canonical.cos_sin import CosSinOperands, cos_sin_operands
 from rope_fusion.canonical.emitter import Emitter
 from rope_fusion.canonical.layout import (
@@ -25,8 +32,8 @@ from rope_fusion.canonical.layout import (
     through_view,
     view_path,
 )
-from rope_fusion.canonical.operators import kv_write, quantize_fp8, rotary_qk
-from rope_fusion.canonical.records import CacheWrite, Fp8Quantisation, Rotation
+from rope_fusion.canonical.operators import kv_write, kv_write_by_layer, quantize_fp8, rotary_qk
+from rope_fusion.canonical.records import CacheWrite, Fp8Quantisation, LayerWrite, Rotation
 from rope_fusion.canonical.values import ValueNumbering
 
 aten = torch.ops.aten
@@ -41,6 +48,7 @@ class Findings:
     rotations: list[Rotation]
     quantisations: list[Fp8Quantisation]
     writes: list[CacheWrite]
+    layer_writes: list[LayerWrite] = field(default_factory=list)
 
 
 @dataclass
@@ -102,19 +110,21 @@ class Canonicaliser:
         self._taken: set[Node] = set()  # outs of rotations and nodes of writes that are emitted
         self._canonical_of: dict[Node, tuple[Node, str]] = {}  # rotation out -> (canonical 4-D value, roles)
         self._quantised = self._group_quantisations()
+        self._new_cache: dict[Node, Node] = {}  # result of an emitted write -> the canonical value of the whole cache
 
     def run(self, rotations: bool) -> Canonicalised:
         """Emit `kv_write` for every cache write and, if `rotations`, `rotary_qk` and `quantize_fp8` for what was found."""
         oriented = self._orient() if rotations else {}
-        write_of = {}
-        for write in self._findings.writes:
+        write_of: dict[Node, CacheWrite | LayerWrite] = {}
+        for write in (*self._findings.writes, *self._findings.layer_writes):
             source = self._rotation_of_value(write, oriented)
             if source is not None:
                 write_of[source] = write
         if rotations:
             self._emit_layers(oriented, write_of)
             self._emit_remaining(oriented)
-        self._emit_writes(write_of)
+        self._emit_writes({out: write for out, write in write_of.items() if isinstance(write, CacheWrite)})
+        self._emit_layer_writes({out: write for out, write in write_of.items() if isinstance(write, LayerWrite)})
         return self._result
 
     # rotations
@@ -145,7 +155,7 @@ class Canonicaliser:
             return "its multiplications and additions have different dtypes, which exact numerics cannot reproduce"
         return None
 
-    def _rotation_of_value(self, write: CacheWrite, oriented: dict[Node, _Oriented]) -> Node | None:
+    def _rotation_of_value(self, write: CacheWrite | LayerWrite, oriented: dict[Node, _Oriented]) -> Node | None:
         """The rotation whose whole output, rearranged, is what `write` stores."""
         node = write.value
         for _ in range(16):
@@ -156,7 +166,7 @@ class Canonicaliser:
             node = node.args[0]
         return None
 
-    def _layouts_meet(self, oriented: _Oriented, write: CacheWrite) -> bool:
+    def _layouts_meet(self, oriented: _Oriented, write: CacheWrite | LayerWrite) -> bool:
         """Whether the rearrangement from the rotation's output to the stored value names the dims as the write does."""
         out = oriented.rotation.out
         path = view_path(out, write.value)
@@ -176,7 +186,9 @@ class Canonicaliser:
                 return False
         return True
 
-    def _emit_layers(self, oriented: dict[Node, _Oriented], write_of: dict[Node, CacheWrite]) -> None:
+    def _emit_layers(
+        self, oriented: dict[Node, _Oriented], write_of: Mapping[Node, CacheWrite | LayerWrite]
+    ) -> None:
         """One `rotary_qk` per rotated k that is written to a cache, with the q that shares its cos and sin."""
         for k_out in sorted(write_of, key=self._order.__getitem__):
             partner = self._partner(oriented[k_out], [o for o in oriented.values() if o.rotation.out not in write_of])
@@ -290,9 +302,7 @@ class Canonicaliser:
     def _scalar_scale(quantisation: Fp8Quantisation) -> bool:
         return not isinstance(quantisation.scale, Node) or all(is_one(d) for d in quantisation.scale.meta["val"].shape)
 
-    def _emit_quantisation(
-        self, quantisation: Fp8Quantisation, path: list[Node], output: Node, roles: str
-    ) -> None:
+    def _emit_quantisation(self, quantisation: Fp8Quantisation, path: list[Node], output: Node, roles: str) -> None:
         scale, value = self._scale(quantisation)
         attributes = QuantAttributes(quantisation.dtype, quantisation.scale_multiplies, value)
         q8 = self._emit.call(quantize_fp8, output, scale, attributes.encode())
@@ -315,10 +325,17 @@ class Canonicaliser:
         for write in sorted(writes, key=lambda w: (w.node not in k_writes, self._order[w.node])):
             if write.node in self._taken:
                 continue
+            if write.old_value_read:
+                self._result.near_misses.append(
+                    f"the cache write {name_of(write.node)} was left alone: what it overwrites is also read as it was before"
+                )
+                continue
             out = k_writes.get(write.node)
             partner = self._write_partner(write, k_writes) if out is not None else None
             if write.call is not None and partner is None:
                 continue  # an engine's write is in place already; there is nothing to gain without the rotation
+            if out is not None and partner is None:
+                continue  # canonicalised as a plain write in the round without rotations
             self._emit_write(write, partner, out)
 
     def _write_partner(self, k_write: CacheWrite, k_writes: dict[Node, Node]) -> CacheWrite | None:
@@ -332,15 +349,22 @@ class Canonicaliser:
         candidates.sort(key=lambda w: abs(self._order[w.node] - at))
         for candidate in candidates[:2]:
             outs = [k_write.node, k_write.result, candidate.node, candidate.result]
+            firsts = [k_write, candidate]
             if k_write.base is candidate.base:
                 first, second = sorted((k_write, candidate), key=lambda w: self._order[w.node])
-                if second.previous is not first.result:
+                if second.previous is not first.result or not self._only_leads_to(first.result, second):
                     continue
-                outs = [second.node, second.result]
+                outs, firsts = [second.node, second.result], [first]
+            if candidate.old_value_read or any(write.previous is not write.base for write in firsts):
+                continue
             inputs = [k_write.value, candidate.value, *self._slot_nodes(k_write)]
             if not self._reaches(outs, inputs):
                 return candidate
         return None
+
+    def _only_leads_to(self, result: Node, write: CacheWrite) -> bool:
+        """Whether the whole cache after one write is used for nothing but the next write into it."""
+        return all(user in write.nodes or user is write.node for user in self._users[result])
 
     def _pairs(self, a: CacheWrite, b: CacheWrite) -> bool:
         def same(x: Node | int | None, y: Node | int | None) -> bool:
@@ -371,15 +395,20 @@ class Canonicaliser:
 
     def _emit_write(self, k_write: CacheWrite, v_write: CacheWrite | None, k_out: Node | None) -> None:
         if k_out is not None:
-            k, roles = self._canonical_of[k_out]
-        else:
-            k = self._value(k_write, None)
-        v = self._value(v_write, k) if v_write is not None else None
+            k, _ = self._canonical_of[k_out]
+            v = self._value(v_write.value, v_write.value_axes, v_write, k) if v_write is not None else None
+            quantisation = k_write.quantisation
+        else:  # as the program made it: quantised and cast
+            stored = k_write.stored if k_write.stored is not None else k_write.value
+            k, v, quantisation = (
+                self._value(stored, k_write.stored_axes or k_write.value_axes, k_write, None),
+                None,
+                None,
+            )
         joint = v_write is not None and v_write.base is k_write.base
         slots, offsets = self._slots(k_write)
-        k_scale, k_value = self._scale(k_write.quantisation)
+        k_scale, k_value = self._scale(quantisation)
         v_scale, v_value = self._scale(v_write.quantisation if v_write is not None else None)
-        quantisation = k_write.quantisation
         attributes = KvWriteAttributes(
             k_layout=k_write.layout,
             v_layout=v_write.layout if v_write is not None else k_write.layout,
@@ -392,7 +421,7 @@ class Canonicaliser:
         )
         node = self._emit.call(
             kv_write,
-            k_write.base,
+            k_write.base if v_write is not None else self._new_cache.get(k_write.previous, k_write.previous),
             v_write.base if v_write is not None and not joint else None,
             k,
             v,
@@ -413,10 +442,18 @@ class Canonicaliser:
             if v_write is not None:
                 self._finish_write(v_write, outputs[1], node)
 
-    def _in_place_already(self, writes: Sequence[CacheWrite]) -> bool:
-        from rope_fusion.canonical.kv_cache import is_already_in_place
+    def _emit_layer_writes(self, write_of: Mapping[Node, LayerWrite]) -> None:
+        for out, write in write_of.items():
+            if out not in self._canonical_of:
+                continue
+            k, _ = self._canonical_of[out]
+            v = self._emit.to_canonical(write.v, "shd")
+            attributes = LayerWriteAttributes(write.node.name, write.provider, write.fused_by_engine)
+            done = self._emit.call(kv_write_by_layer, k, v, attributes.encode())
+            self._take_over(write.node, done, done)
 
-        return all(write.call is not None or is_already_in_place(write) for write in writes)
+    def _in_place_already(self, writes: Sequence[CacheWrite]) -> bool:
+        return all(write.call is not None or is_already_in_place(write, REINPLACES_THROUGH_VIEWS) for write in writes)
 
     def _finish_write(self, write: CacheWrite, new_cache: Node, canonical: Node, whole: bool = True) -> None:
         """Readers of the written cache, whole or through the view that was written, read the new whole cache."""
@@ -429,27 +466,41 @@ class Canonicaliser:
             self._take_over(write.node, self._emit.replay(path, new_cache), canonical)
         if whole:
             self._take_over(write.result, new_cache, canonical)
+            self._new_cache[write.result] = new_cache
         self._taken.add(write.node)
 
-    def _value(self, write: CacheWrite, like: Node | None) -> Node:
-        """What `write` stores as [batch, sequence, heads, dim], with the batch and sequence of `like`."""
-        node, axes = write.value, write.value_axes.split()
-        shape = node.meta["val"].shape
-        if axes == ["b", "h", "s", "d"] or axes == ["b", "s", "h", "d"]:
-            return self._emit.to_canonical(node, "".join(axes))
-        if axes == ["t", "h", "d"]:
-            node = self._emit.to_canonical(node, "shd")
-        elif axes == ["t", "(hd)"]:
-            heads = like.meta["val"].shape[2] if like is not None else 1
-            node = self._emit.call(aten.reshape.default, node, [1, -1, heads, shape[-1] // heads])
-        if like is not None and not is_one(like.meta["val"].shape[0]):
-            heads, dim = node.meta["val"].shape[2:]
-            batch, sequence = like.meta["val"].shape[:2]
-            sizes = [batch if isinstance(batch, int) else self._emit.call(aten.sym_size.int, like, 0), -1, heads, dim]
-            if isinstance(sequence, int):
-                sizes = [-1, sequence, heads, dim]
+    def _value(self, node: Node, axes: str, write: CacheWrite, like: Node | None) -> Node:
+        """A stored tensor as [batch, sequence, heads, dim], with the batch and sequence of `like`."""
+        tokens = axes.split()
+        if "(hd)" in tokens:
+            heads = self._heads(write, like)
+            shape = list(node.meta["val"].shape)
+            at = tokens.index("(hd)")
+            sizes = [
+                size if isinstance(size, int) else self._emit.call(aten.sym_size.int, node, dim)
+                for dim, size in enumerate(shape)
+            ]
+            sizes[at : at + 1] = [heads, shape[at] // heads]
             node = self._emit.call(aten.reshape.default, node, sizes)
-        return node
+            tokens[at : at + 1] = ["h", "d"]
+        roles = "".join("s" if token == "t" else token for token in tokens)
+        node = self._emit.to_canonical(node, roles)
+        if like is None or "t" not in tokens or is_one(like.meta["val"].shape[0]):
+            return node
+        batch, sequence = like.meta["val"].shape[:2]
+        heads, dim = node.meta["val"].shape[2:]
+        if isinstance(sequence, int):
+            return self._emit.call(aten.reshape.default, node, [-1, sequence, heads, dim])
+        size = batch if isinstance(batch, int) else self._emit.call(aten.sym_size.int, like, 0)
+        return self._emit.call(aten.reshape.default, node, [size, -1, heads, dim])
+
+    @staticmethod
+    def _heads(write: CacheWrite, like: Node | None) -> Any:
+        """Heads of a tensor that holds heads and dim in one dim; one where the cache does not tell them apart either."""
+        if like is not None:
+            return like.meta["val"].shape[2]
+        tokens = write.layout.split()
+        return write.base.meta["val"].shape[tokens.index("h")] if "h" in tokens else 1
 
     def _slots(self, write: CacheWrite) -> tuple[Node, Node | None]:
         if isinstance(write.slots, Node) and isinstance(write.slots.meta["val"], torch.Tensor):
