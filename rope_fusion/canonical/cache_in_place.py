@@ -71,7 +71,7 @@ def write_in_place_expression(
 
     Args:
         base: the whole cache, in the dims that `layout` names.
-        value: what is stored; cast to the cache's dtype, FP8 into a cache of bytes reinterpreted.
+        value: what is stored; cast to the cache's dtype, but FP8 and bytes stand for each other bit by bit.
         slots: flat slots ``[T]`` or ``[B, S]``, places ``[S]`` or ``[B, S]`` where the layout has a batch, block
             numbers where `slot_offsets` is given, or the number of the first slot. Negative ones wrap as indices do.
         slot_offsets: places within the blocks.
@@ -185,7 +185,7 @@ def _cast(ops: _Ops, base: Any, value: Any) -> Any:
     have, want = ops.value(value).dtype, ops.value(base).dtype
     if have == want:
         return value
-    if want in (torch.uint8, torch.int8) and have.is_floating_point and have.itemsize == 1:
+    if {have.itemsize, want.itemsize} == {1} and have.is_floating_point != want.is_floating_point:
         return ops.call(aten.view.dtype, value, want)
     return ops.call(prims.convert_element_type.default, value, want)
 
