@@ -25,11 +25,14 @@ from rope_fusion.canonical.emitter import Emitter
 from rope_fusion.canonical.engine_ops import find_engine_ops
 from rope_fusion.canonical.fp8 import find_fp8_quantisations
 from rope_fusion.canonical.kv_cache import find_cache_writes
+from rope_fusion.canonical.layer_writes import finish_layer_writes
 from rope_fusion.canonical.operators import CANONICAL, rotary_qk
 from rope_fusion.canonical.rotary import explain_near_misses, find_rotations
 from rope_fusion.capability import GateContext
 from rope_fusion.catalog import CatalogEntry, load_patterns
+from rope_fusion.engines import cache_providers
 from rope_fusion.graph_text import dump_graphs, graph_to_text
+from rope_fusion.kernels import rope_by_layer
 from rope_fusion.matcher import PatternRunner
 from rope_fusion.options import Options
 from rope_fusion.report import GraphReport, RopeFusionWarning, publish
@@ -108,7 +111,7 @@ class FusionPass(CustomGraphPass):
         hits = 0
         # What a pattern over rotations left is canonicalised anew for those without, as plain tensors.
         for over_rotations, group in itertools.groupby(runners, key=lambda runner: rotary_qk in runner.targets):
-            findings = Findings(rotations, quantisations, writes)
+            findings = Findings(rotations, quantisations, writes, engine.layer_writes)
             canonicaliser = Canonicaliser(graph, emitter, findings, exact)
             result = canonicaliser.run(rotations=over_rotations)
             for sentence in result.near_misses:
@@ -121,6 +124,7 @@ class FusionPass(CustomGraphPass):
                 raise RuntimeError(f"the canonical operator {left[0].name} was neither fused nor restored")
             writes = [write for write in writes if write.node not in replaced and write.result not in replaced]
         if hits:
+            finish_layer_writes(graph, emitter, {write.node.name: write for write in engine.layer_writes})
             engine.finish(graph)
             graph.eliminate_dead_code()
             stable_topological_sort(graph)
@@ -177,6 +181,7 @@ def _files_digest(files: Iterable[str]) -> str:
 
 
 def _fingerprint(options: Options) -> str:
+    rope_by_layer.prepare()
     root = Path(__file__).parent
     entries = load_patterns(options.disable)
     files = {str(path) for path in root.rglob("*.py")} | {entry.file for entry in entries if entry.file}
@@ -195,6 +200,7 @@ def _fingerprint(options: Options) -> str:
         "gates": gates,
         "torch": torch.__version__,
         "triton": _triton_version(),
+        "cache providers": cache_providers(),
     }
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"catalog"},
     {"patterns"},
     {"canonical", "kernels", "pattern", "capability", "transaction"},
-    {"options"},
+    {"options", "engines"},
     {"report", "graph_text", "_torch", "_version"},
 ]
 RANK = {area: rank for rank, layer in enumerate(reversed(LAYERS)) for area in layer}

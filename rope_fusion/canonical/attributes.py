@@ -71,3 +71,12 @@ class KvWriteAttributes(Attributes):
     k_scale_value: float
     v_scale_value: float
     in_place_already: bool
+
+
+@dataclass(frozen=True)
+class LayerWriteAttributes(Attributes):
+    """Which write `kv_write_by_layer` stands for."""
+
+    node: str  # name of the graph's node, by which the layer is found again
+    provider: str  # who resolves the layer's name
+    fused_by_engine: bool  # the engine's own operator rotates and writes already

@@ -29,8 +29,10 @@ from rope_fusion.canonical.functional import (
     functionalise,
     size_arguments,
 )
+from rope_fusion.canonical.layer_writes import known_layer
 from rope_fusion.canonical.layout import equal, is_one
 from rope_fusion.canonical.records import CacheWrite, CosSin, Fp8Quantisation, LayerWrite, Rotation
+from rope_fusion.engines import cache_provider
 
 aten = torch.ops.aten
 
@@ -175,7 +177,8 @@ class _Finder:
         done = call.results[0]
         if done is not None:
             key = self._found.rotations[-1].out
-            self._layer_write(done, key, arguments["value"], arguments["layer_name"], fused_by_engine=True)
+            self._layer_write(done, call.target, key, arguments["value"], arguments["layer_name"], True)
+            self._output(call.node, done)
 
     def _rotation(
         self,
@@ -455,13 +458,34 @@ class _Finder:
 
     def layer_write(self, node: Node) -> None:
         arguments = dict(zip(("key", "value", "layer_name"), node.args, strict=False)) | dict(node.kwargs)
-        self._layer_write(node, arguments["key"], arguments["value"], arguments["layer_name"], fused_by_engine=False)
+        target = node.target
+        assert isinstance(target, torch._ops.OpOverload)
+        self._layer_write(node, target, arguments["key"], arguments["value"], arguments["layer_name"], False)
 
-    def _layer_write(self, node: Node, key: Any, value: Any, layer: Any, fused_by_engine: bool) -> None:
+    def _layer_write(
+        self, node: Node, target: torch._ops.OpOverload, key: Any, value: Any, layer: Any, fused_by_engine: bool
+    ) -> None:
         if key.meta["val"].dim() != 3 or value.meta["val"].dim() != 3:
             raise _Refused("its key and value are not [tokens, heads, head_size]")
+        name = target._schema.name.split("::")[0]
+        provider = cache_provider(name)
+        if provider is None:
+            raise _Refused(
+                f"its cache is known only by a layer's name, and no cache provider is registered for {name!r} "
+                f"(rope_fusion.engines.register_cache_provider; rope_fusion.vllm has the one for vLLM)"
+            )
+        if (sentence := provider.refusal(known_layer(layer))) is not None:
+            raise _Refused(sentence)
         self._found.layer_writes.append(
-            LayerWrite(node=node, value=key, v=value, layer=layer, fused_by_engine=fused_by_engine)
+            LayerWrite(
+                node=node,
+                value=key,
+                v=value,
+                layer=layer,
+                provider=name,
+                operator=target,
+                fused_by_engine=fused_by_engine,
+            )
         )
 
 
@@ -472,7 +496,7 @@ def _layout_in(base: torch.Tensor, region: Region, axes: str) -> str | None:
     left = dict(zip(axes.split(), zip(region.sizes, region.strides, strict=True), strict=True))
     offset = region.offset
     for size, stride in zip(base.shape, strides, strict=True):
-        index = offset // stride if not is_one(size) or True else 0
+        index = offset // stride
         offset = offset - index * stride
         name = next((n for n, (_, s) in left.items() if equal(s, stride)), None)
         if name is None:

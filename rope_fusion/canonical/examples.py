@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from rope_fusion.canonical.attributes import KvWriteAttributes, QuantAttributes, RotaryAttributes
+from rope_fusion.canonical.attributes import (
+    KvWriteAttributes,
+    LayerWriteAttributes,
+    QuantAttributes,
+    RotaryAttributes,
+)
 
 TOKENS, Q_HEADS, KV_HEADS, DIM, ROWS, BLOCKS, PAGE = 6, 4, 2, 16, 32, 5, 4
 
@@ -59,3 +64,9 @@ def kv_example() -> list[torch.Tensor | str]:
         torch.ones(1),
         attributes.encode(),
     ]
+
+
+def layer_example() -> list[torch.Tensor | str]:
+    """v and attributes of `kv_write_by_layer`; k is the rotated one."""
+    attributes = LayerWriteAttributes(node="write", provider="engine", fused_by_engine=False)
+    return [torch.randn(1, TOKENS, KV_HEADS, DIM, dtype=torch.bfloat16), attributes.encode()]

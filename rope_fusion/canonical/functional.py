@@ -161,13 +161,11 @@ class ReadThrough:
 
     def undo(self, graph: Graph, stays: Callable[[Node], bool]) -> None:
         """Give readers back what they read, where the call stays in the graph."""
-        from rope_fusion.matcher import depends
-
         alive = set(graph.nodes)
         for owner, old, new in reversed(self.made):
             if owner in alive and old in alive and new in alive and stays(owner):
                 users = [user for user in new.users if user is not old]
-                if users and not depends([old], users):
+                if users and not _computed_from(old, users):
                     new.replace_all_uses_with(old, delete_user_cb=lambda user, old=old: user is not old)
 
 
@@ -612,6 +610,19 @@ class _Functionaliser:
             return value
         sizes = size_arguments(self._emit, whole.meta["val"].shape, whole)
         return call(aten.reshape.default, value, sizes)
+
+
+def _computed_from(node: Node, sources: Sequence[Node]) -> bool:
+    """Whether `node` is computed from one of `sources`."""
+    wanted, seen, stack = set(sources), set(), [node]
+    while stack:
+        current = stack.pop()
+        if current in wanted:
+            return True
+        if current not in seen:
+            seen.add(current)
+            stack.extend(current.all_input_nodes)
+    return False
 
 
 def _viewed(node: Node) -> Node | None:

@@ -8,6 +8,8 @@ fake implementations exist. All activations are 4-D, ``[batch, sequence, heads, 
 `quantize_fp8`     static FP8 quantisation with clamp, elementwise
 `kv_write`         functional update of whole caches -> (k_cache', v_cache'). Without `v` one tensor is stored; with
                    `v` but no `v_cache` both live in one joint buffer, and k_cache' holds both writes
+`kv_write_by_layer`  write of k and v to caches known only by a layer's name -> an empty tensor that orders what
+                   follows; `fused_by_layer` is what its patterns put in place, until the name is known again
 =================  ==============================================================================================
 """
 
@@ -27,12 +29,19 @@ _LIBRARY.define(
     "kv_write(Tensor k_cache, Tensor? v_cache, Tensor k, Tensor? v, Tensor slots, Tensor? slot_offsets, "
     "Tensor? k_scale, Tensor? v_scale, str attributes) -> (Tensor, Tensor)"
 )
+_LIBRARY.define("kv_write_by_layer(Tensor k, Tensor v, str attributes) -> Tensor")
+_LIBRARY.define(
+    "fused_by_layer(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions, Tensor? q_scale, "
+    "str rotary, str? quant, str layer) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 rotary_qk = torch.ops.rope_fusion_canonical.rotary_qk.default
 quantize_fp8 = torch.ops.rope_fusion_canonical.quantize_fp8.default
 kv_write = torch.ops.rope_fusion_canonical.kv_write.default
+kv_write_by_layer = torch.ops.rope_fusion_canonical.kv_write_by_layer.default
+fused_by_layer = torch.ops.rope_fusion_canonical.fused_by_layer.default
 
-CANONICAL = frozenset({rotary_qk, quantize_fp8, kv_write})
+CANONICAL = frozenset({rotary_qk, quantize_fp8, kv_write, kv_write_by_layer})
 
 
 @torch.library.register_fake("rope_fusion_canonical::rotary_qk", lib=_LIBRARY)
@@ -63,3 +72,25 @@ def _kv_write(
 ) -> tuple[Tensor, Tensor]:
     v_result = k_cache.new_empty((0,)) if v_cache is None else torch.empty_like(v_cache)
     return torch.empty_like(k_cache), v_result
+
+
+@torch.library.register_fake("rope_fusion_canonical::kv_write_by_layer", lib=_LIBRARY)
+def _kv_write_by_layer(k: Tensor, v: Tensor, attributes: str) -> Tensor:
+    return k.new_empty(0)
+
+
+@torch.library.register_fake("rope_fusion_canonical::fused_by_layer", lib=_LIBRARY)
+def _fused_by_layer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_scale: Tensor | None,
+    rotary: str,
+    quant: str | None,
+    layer: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q8 = q.new_empty(0) if quant is None else torch.empty_like(q, dtype=QuantAttributes.decode(quant).dtype)
+    return torch.empty_like(q), torch.empty_like(k), q8, k.new_empty(0)

@@ -99,5 +99,7 @@ class LayerWrite:
     value: Node
     v: Node
     layer: Node | str | object  # the name, or an opaque object that holds it
+    provider: str  # who resolves the name: the namespace of the engine's operators
+    operator: torch._ops.OpOverload  # what wrote
     fused_by_engine: bool  # the engine's operator rotates already
     value_axes: str = "t h d"

@@ -1,0 +1,114 @@
+"""``rope_fusion::rope_qkv_by_layer``: `rope_qkv` into the caches of a layer that is known by name.
+
+A cache provider (`rope_fusion.engines`) gives the tensors when the operator runs. Like the operators of the engines that it takes the
+place of, it declares no mutation, because the caches are none of its arguments; its last output, an empty tensor, orders what follows.
+
+There is one overload for each type that a layer's name comes in: ``str``, or an opaque type of the engine's. Overloads whose name ends
+in ``eager`` carry ``torch.Tag.cudagraph_unsafe``, for engines that keep their cache updates out of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_fusion.engines import bind
+from rope_fusion.kernels import rope_qkv  # noqa: F401  (registers the operator that this one calls)
+
+SCHEMA = """rope_qkv_by_layer.{overload}(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions,
+    Tensor? q_scale, {layer} layer, str provider, *,
+    bool interleaved, bool inverse, bool halves_out, int rotary_dim, int rotary_start,
+    ScalarType? q_fp8, float q_scale_value, bool q_scale_multiplies, ScalarType math_dtype, bool exact,
+    bool need_q, bool need_k) -> (Tensor q_rot, Tensor k_rot, Tensor q_fp8_out, Tensor done)"""
+
+LIBRARY = torch.library.Library("rope_fusion", "FRAGMENT")
+
+
+def rope_qkv_by_layer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_scale: Tensor | None,
+    layer: Any,
+    provider: str,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shapes as in `rope_qkv`: q [B, S, Hq, D], k [B, S, Hk, D], v [B, S, Hk, Dv]."""
+    found = bind(provider, layer)
+    stored = found is not None
+    outputs = torch.ops.rope_fusion.rope_qkv.default(
+        q,
+        k,
+        v if stored else None,
+        cos,
+        sin,
+        positions,
+        found.k_cache if found else None,
+        found.v_cache if found else None,
+        found.slots if found else None,
+        None,
+        q_scale,
+        found.k_scale if found else None,
+        found.v_scale if found else None,
+        kv_fp8=found.fp8 if found else None,
+        k_scale_value=1.0,
+        v_scale_value=1.0,
+        kv_scale_multiplies=False,
+        k_layout=found.k_layout if found else "",
+        v_layout=found.v_layout if found else "",
+        skip_negative_slots=True,
+        **options,
+    )
+    return (*outputs, q.new_empty(0))
+
+
+def fake(
+    q: Tensor, k: Tensor, *_: object, q_fp8: torch.dtype | None, need_q: bool, need_k: bool, **__: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As of `rope_qkv`, and the empty tensor that orders."""
+    return (
+        torch.empty_like(q) if need_q else q.new_empty(0),
+        torch.empty_like(k) if need_k else q.new_empty(0),
+        q.new_empty(0) if q_fp8 is None else torch.empty_like(q, dtype=q_fp8),
+        q.new_empty(0),
+    )
+
+
+@cache
+def by_layer_operator(layer_type: str, cudagraph_unsafe: bool = False) -> torch._ops.OpOverload:
+    """The overload for layers given as `layer_type` (a type name as in an operator's schema), defined when first asked for."""
+    overload = re.sub(r"\W", "_", layer_type) + ("_eager" if cudagraph_unsafe else "")
+    tags = [torch.Tag.needs_fixed_stride_order]
+    if cudagraph_unsafe:
+        tags.append(torch.Tag.cudagraph_unsafe)
+    LIBRARY.define(SCHEMA.format(overload=overload, layer=layer_type), tags=tuple(tags))
+    name = f"rope_qkv_by_layer.{overload}"
+    LIBRARY.impl(name, rope_qkv_by_layer, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rope_fusion::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.rope_fusion.rope_qkv_by_layer, overload)
+
+
+def layer_type(operator: torch._ops.OpOverload) -> str:
+    """The type of an engine operator's argument ``layer_name``, as its schema spells it."""
+    argument = next(a for a in operator._schema.arguments if a.name == "layer_name")
+    return str(argument.type)
+
+
+def prepare(operators: tuple[str, ...] = ("vllm::unified_kv_cache_update",)) -> None:
+    """Define the overloads that graphs with these engine operators use, where those exist.
+
+    A graph that comes from a cache calls them although no pass ran in this process.
+    """
+    for name in operators:
+        namespace, operator = name.split("::")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is not None:
+            for unsafe in (False, True):
+                by_layer_operator(layer_type(packet.default), unsafe)
