@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of the Triton kernels for a GPU that need not be there, and what the compiler says of the result.
+"""Ahead-of-time compilation of the Triton kernels, for a GPU that need not be there, and what it costs in registers.
 
     >>> compiled = compile_call(Target("cuda", 90), prepare(*meta_tensors, **options))
     >>> compiled.spilled_registers
@@ -42,7 +42,7 @@ ALIGNED = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel compiled for ``target``. ``registers`` and ``spilled_registers`` (or bytes of stack, on CUDA) come from its metadata."""
+    """A kernel compiled for ``target``; ``spilled_registers`` counts bytes of stack on CUDA."""
 
     target: Target
     binary: bytes
@@ -64,12 +64,14 @@ def compile_kernel(
     constexprs: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Compiled:
-    """Compile ``kernel`` for arguments like these: tensors (of any device, also meta) are taken as aligned to 16 bytes, None as absent.
+    """Compile ``kernel`` for arguments like these.
+
+    Tensors, of any device including meta, are taken as aligned to 16 bytes, None as an absent argument.
 
     Args:
         target: what to compile for.
         kernel: a ``triton.jit`` function.
-        arguments: one for each parameter that is not a constexpr, in order; numbers keep the type that the kernel declares.
+        arguments: one for each parameter that is not a constexpr, in order; numbers take the type the kernel declares.
         constexprs: values of the constexpr parameters by name.
         options: launch options, such as ``num_warps``.
     """
@@ -122,7 +124,7 @@ def amd_resources(assembly: str) -> tuple[int, int]:
 
 
 def cuda_resources(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of stack (where ptxas spills to), as cuobjdump, which Triton brings along, reads them from a cubin."""
+    """Registers, and bytes of stack (where ptxas spills to); Triton brings along the cuobjdump that reads them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)

@@ -10,8 +10,8 @@ A layout string names the dims of a cache tensor, einops-like, one token per dim
     "p (hd)"      flat, heads and head dim merged into one dim
     "b h p d"     static: one row of places for each batch entry ("b p h d" likewise)
 
-Whatever its layout, a cache is seen as ``[blocks, places, heads, dim]`` (``blocks`` is the batch of a static cache). How a token finds its
-block and place is the layout's ``addressing``.
+Whatever its layout, a cache is seen as ``[blocks, places, heads, dim]`` (``blocks`` is the batch of a static cache).
+How a token finds its block and place is the layout's ``addressing``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MERGED = "(hd)"
 
 @dataclass(frozen=True)
 class Geometry:
-    """The 4-D strided view ``[blocks, places, heads, dim]`` of a cache, in elements; ``offset`` counts from the cache's first element."""
+    """The 4-D strided view ``[blocks, places, heads, dim]`` of a cache, in elements from the cache's first one."""
 
     blocks: int
     places: int
@@ -45,7 +45,7 @@ class Geometry:
 
     @property
     def is_linear(self) -> bool:
-        """Whether slot ``s`` lies at ``s * place_stride``, so that a flat slot need not be split into block and place."""
+        """Whether slot ``s`` lies at ``s * place_stride``: no need to split it into block and place."""
         return self.blocks == 1 or self.block_stride == self.places * self.place_stride
 
 
@@ -63,7 +63,7 @@ class CacheLayout:
 
     @property
     def addressing(self) -> str:
-        """``"batch"``: token (b, s) goes to block b, place slots[s]; ``"slot"``: a flat slot is ``block * places + place``."""
+        """``"batch"``: token (b, s) goes to block b, place slots[s]; ``"slot"``: slot = block * places + place."""
         return "batch" if BATCH in self.axes else "slot"
 
     @property
@@ -86,7 +86,7 @@ class CacheLayout:
         size = {BLOCK: 1, PLACE: 1, HEAD: 1, DIM: 1}
         step = {BLOCK: 0, PLACE: 0, HEAD: 0, DIM: 0}
         offset = 0
-        for axis, n, s in zip(self.axes, shape, stride):
+        for axis, n, s in zip(self.axes, shape, stride, strict=True):
             if isinstance(axis, int):
                 offset += axis * s
             elif axis == MERGED:
@@ -100,7 +100,7 @@ class CacheLayout:
         )
 
     def view(self, cache: torch.Tensor, heads: int) -> torch.Tensor:
-        """``cache`` as a view ``[blocks, places, heads, dim]`` that shares its storage (select, unflatten and permute only)."""
+        """``cache`` as a view ``[blocks, places, heads, dim]``, by select, unflatten, unsqueeze and permute only."""
         if cache.dim() != len(self.axes):
             raise ValueError(
                 f"layout {self.text!r} names {len(self.axes)} dims, but the cache has shape {tuple(cache.shape)}"
@@ -124,7 +124,7 @@ class CacheLayout:
 
 @lru_cache(maxsize=256)
 def parse_layout(text: str) -> CacheLayout:
-    """Parse a layout string; a string that names no place, names a dim twice or mixes blocks and batch is an error that says so."""
+    """Parse a layout string; no place, a dim twice, or both blocks and batch are errors that say so."""
     axes: list[str | int] = [int(token) if token.isdigit() else token for token in text.split()]
     letters = [letter for axis in axes if isinstance(axis, str) for letter in (axis if axis != MERGED else (HEAD, DIM))]
     known = {BLOCK, BATCH, PLACE, HEAD, DIM}

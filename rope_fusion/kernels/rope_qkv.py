@@ -1,11 +1,11 @@
 """``rope_fusion::rope_qkv``: rotate q and k, quantise q to FP8 and update the KV cache, in one operator.
 
-The eager reference below defines what the operator computes; the Triton kernel beside it (``rope_qkv_triton``) computes the same in one
-launch. Importing this module registers the operator and does not import Triton.
+The eager reference below defines what the operator computes; the Triton kernel beside it (``rope_qkv_triton``) computes
+the same in one launch. Importing this module registers the operator and does not import Triton.
 
-Shapes: q ``[B, S, Hq, D]``, k ``[B, S, Hk, D]``, v ``[B, S, Hk, Dv]`` with any strides whose last is 1; cos and sin are tables ``[P, C]``
-gathered at ``positions`` (``[B, S]``, ``[1, S]`` or ``[S]``), or rows ``[B or 1, S or 1, C]``. C is ``rotary_dim / 2``, one column for each
-pair, or ``rotary_dim``, one for each element.
+Shapes: q ``[B, S, Hq, D]``, k ``[B, S, Hk, D]``, v ``[B, S, Hk, Dv]`` with any strides whose last is 1; cos and sin are
+tables ``[P, C]`` gathered at ``positions`` (``[B, S]``, ``[1, S]`` or ``[S]``), or rows ``[B or 1, S or 1, C]``. C is
+``rotary_dim / 2``, one column for each pair, or ``rotary_dim``, one for each element.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def rotate_reference(
 ) -> Tensor:
     """``x`` [..., D] with its rotary slice rotated, in x's dtype and (preserved) layout.
 
-    Every operand is cast to ``math_dtype`` and every multiply and add rounds to it, as the eager spelling of a model does; elements outside
-    the slice pass through bit for bit. cos and sin broadcast against x's leading dims.
+    Every operand is cast to ``math_dtype`` and every multiply and add rounds to it, as the eager spelling of a model
+    does; elements outside the slice pass through bit for bit. cos and sin broadcast against x's leading dims.
     """
     half = rotary_dim // 2
     rotary = x[..., rotary_start : rotary_start + rotary_dim].to(math_dtype)
@@ -72,7 +72,7 @@ def rotate_reference(
 
 
 def quantise_reference(x: Tensor, scale: Tensor | float, dtype: torch.dtype, *, multiply: bool) -> Tensor:
-    """``clamp(x / scale, ±max).to(dtype)`` in fp32 (``x * scale`` if ``multiply``); a scale with one value per head meets x [..., H, D]."""
+    """``clamp(x / scale, ±max).to(dtype)`` in fp32, or ``x * scale``; a scale for each head meets x [..., H, D]."""
     scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     if scale.numel() > 1:
         scale = scale.reshape(-1, 1)
@@ -156,7 +156,8 @@ def reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator in plain torch, on any device: what every kernel is tested against.
 
-    ``exact`` computes as the eager program does, in ``math_dtype``; otherwise the arithmetic is fp32, or fp64 where the program's is.
+    ``exact`` computes as the eager program does, in ``math_dtype``; otherwise the arithmetic is fp32, or fp64 where the
+    program's is.
     """
     wide = torch.float64 if torch.float64 in (q.dtype, math_dtype) else torch.float32
     if positions is not None:
@@ -207,7 +208,7 @@ def reference(
 def fake(
     q: Tensor, k: Tensor | None, *_: object, q_fp8: torch.dtype | None, need_q: bool, need_k: bool, **__: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes, dtypes and strides of the outputs: those of ``empty_like`` of the inputs, or ``(0,)`` for one nobody wants."""
+    """Outputs as ``empty_like`` of the inputs makes them, or of shape ``(0,)`` where nobody wants them."""
     return (
         torch.empty_like(q) if need_q else q.new_empty(0),
         torch.empty_like(k) if need_k and k is not None else q.new_empty(0),
@@ -216,10 +217,10 @@ def fake(
 
 
 def on_gpu(*args: Tensor | None, **options: object) -> tuple[Tensor, Tensor, Tensor]:
-    """CUDA and ROCm: the Triton kernel, in one launch. What it cannot do is an error here; gates ask ``unsupported`` first."""
+    """CUDA and ROCm: the Triton kernel. What it cannot do is an error here; gates ask ``unsupported`` first."""
     from rope_fusion.kernels.rope_qkv_triton import launch  # Triton is optional until a GPU tensor arrives
 
-    return launch(*args, **options)  # type: ignore[arg-type]
+    return launch(*args, **options)
 
 
 @dataclass(frozen=True)
@@ -290,7 +291,7 @@ def unsupported(
     index_dtypes: Iterable[torch.dtype] = (),
     limits: Limits = LIMITS,
 ) -> str | None:
-    """None if the Triton kernel does this on ``target``, else a sentence that says what stands in the way. Gates call it before matching."""
+    """None if the Triton kernel does this on ``target``, else what stands in the way; gates call it before matching."""
     if target.backend == "cuda" and int(target.arch) < limits.oldest_cuda:
         return f"the fused kernel needs sm_{limits.oldest_cuda} or newer, this device is sm_{target.arch}"
     for what, dtype in (("q", q_dtype), ("cos and sin", cos_dtype)):

@@ -1,9 +1,10 @@
-"""The Triton kernel of ``rope_fusion::rope_qkv``: one launch for the rotation, the FP8 quantisation and both cache writes.
+"""The Triton kernel of ``rope_fusion::rope_qkv``: rotation, FP8 quantisation and both cache writes in one launch.
 
-One program owns a tile of tokens x heads of q, or of k and v together; programs of the same tokens are neighbours, so the cos/sin rows they
-share come from the cache. Every row address is 64-bit (a cache may hold more than 2^31 elements), offsets inside a row are 32-bit.
-Strides arrive as multiples of one power of two, which tells the compiler what it needs for 16-byte accesses and leaves sizes and strides
-out of the kernel's cache key: a new token count, batch or cache size compiles nothing.
+One program owns a tile of tokens x heads of q, or of k and v together; programs of the same tokens are neighbours, so
+the cos/sin rows they share come from the cache. Every row address is 64-bit (a cache may hold more than 2^31 elements),
+offsets inside a row are 32-bit. Strides arrive as multiples of one power of two, which tells the compiler what it needs
+for 16-byte accesses and leaves sizes and strides out of the kernel's cache key: a new token count, batch or cache size
+compiles nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _tile_rows(batch, place, head, batch_stride, place_stride, head_stride, SPLI
 
 @triton.jit
 def _load_pairs(ptr, rows, mask, other, ROTARY: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """First and second elements of each row's pairs, [tokens, heads, BLOCK]; `rows` and `mask` are [tokens, heads, 1]."""
+    """Both elements of each row's pairs, [tokens, heads, BLOCK] each; `rows` and `mask` are [tokens, heads, 1]."""
     if INTERLEAVED:
         index = tl.arange(0, 2 * BLOCK)[None, None, :]
         if 2 * BLOCK != ROTARY:
@@ -110,7 +111,7 @@ def _round(x, WIDE: tl.constexpr, MATH: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _rotate(a, b, c1, c2, s1, s2, INVERSE: tl.constexpr, WIDE: tl.constexpr, MATH: tl.constexpr, EXACT: tl.constexpr):
-    """The rotated pair in WIDE precision; in exact mode every product and sum is rounded (and the launcher forbids contraction)."""
+    """The rotated pair in WIDE precision; in exact mode every operand, product and sum is rounded to MATH."""
     a, b = _round(a.to(WIDE), WIDE, MATH, EXACT), _round(b.to(WIDE), WIDE, MATH, EXACT)
     c1, c2 = _round(c1.to(WIDE), WIDE, MATH, EXACT), _round(c2.to(WIDE), WIDE, MATH, EXACT)
     s1, s2 = _round(s1.to(WIDE), WIDE, MATH, EXACT), _round(s2.to(WIDE), WIDE, MATH, EXACT)
@@ -178,9 +179,9 @@ def _quantise(
     elif EXACT:
         scaled = tl.div_rn(x, scale)
     else:
-        # A product with the hoisted reciprocal errs in the last bit, which moves values that sit between two FP8 numbers.
-        # One correction step makes it the correctly rounded quotient (Markstein) for two fused multiply-adds; the clamp
-        # before it keeps an overflowing product from turning into NaN.
+        # A product with the hoisted reciprocal errs in the last bit, which moves values that sit between two FP8
+        # numbers. One correction step makes it the correctly rounded quotient (Markstein) for two fused multiply-adds;
+        # the clamp before it keeps an overflowing product from turning into NaN.
         guess = tl.clamp(x * reciprocal, -2.0 * LIMIT, 2.0 * LIMIT, propagate_nan=tl.PropagateNan.ALL)
         scaled = tl.fma(tl.fma(guess, -scale, x), reciprocal, guess)
     return tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(FP8)
@@ -206,7 +207,7 @@ def _locate(
     slot, slot_offset, batch, valid, blocks, places, block_stride, place_stride,
     ADDRESSING: tl.constexpr, PAGE: tl.constexpr, SKIP_NEGATIVE: tl.constexpr,
 ):
-    """Row offset of each token in a cache, and whether it is stored. A slot outside the cache is dropped, not written elsewhere."""
+    """Row offset of each token in a cache, and whether it is stored: a slot outside the cache is dropped."""
     slot = slot.to(tl.int64)
     if ADDRESSING == STATIC:
         limit = places
@@ -235,7 +236,7 @@ def _locate(
 
 @triton.jit
 def _pass_index(START: tl.constexpr, ROTARY: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Indices of the elements outside the rotary slice, [1, 1, BLOCK]: contiguous where the slice sits at an end of the head."""
+    """Indices of the elements outside the rotary slice, [1, 1, BLOCK]: a range where the slice ends a head."""
     index = tl.arange(0, BLOCK)[None, None, :]
     if START == 0:
         return index + ROTARY, index < DIM - ROTARY
@@ -292,7 +293,8 @@ def rope_qkv_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
-    # The cos/sin row of each token: gathered by position, or its own. A position outside the table reads NaN, not foreign memory.
+    # The cos/sin row of each token: gathered by position, or its own. A position outside the table reads NaN, not
+    # foreign memory.
     if position_ptr is not None:
         position_row = _row(batch, place, position_batch, position_place, SPLIT)
         position = tl.load(position_ptr + position_row, mask=live, other=0).to(tl.int64)
@@ -355,7 +357,9 @@ def rope_qkv_kernel(
                 k_rows = _tile_rows(batch, place, kv_index, k_batch * UNIT, k_place * UNIT, k_head * UNIT, SPLIT)
                 k_scale, k_reciprocal = 1.0, 1.0
                 if KV_FP8 is not None:
-                    k_scale, k_reciprocal = _load_scale(k_scale_ptr, k_scale_value, kv_index, K_SCALE_PER_HEAD, KV_HEADS)
+                    k_scale, k_reciprocal = _load_scale(
+                        k_scale_ptr, k_scale_value, kv_index, K_SCALE_PER_HEAD, KV_HEADS
+                    )
                 k1, k2 = _load_rotated(
                     k_ptr, k_rows + START, kv_mask, cos_ptr, sin_ptr, cos_row, sin_row, in_table,
                     ROTARY, BLOCK_HALF, FULL, INTERLEAVED, INVERSE, WIDE, MATH, EXACT, WIDE_ANGLES, K_PACKED,
@@ -389,7 +393,9 @@ def rope_qkv_kernel(
             if v_ptr is not None:
                 v_scale, v_reciprocal = 1.0, 1.0
                 if KV_FP8 is not None:
-                    v_scale, v_reciprocal = _load_scale(v_scale_ptr, v_scale_value, kv_index, V_SCALE_PER_HEAD, KV_HEADS)
+                    v_scale, v_reciprocal = _load_scale(
+                        v_scale_ptr, v_scale_value, kv_index, V_SCALE_PER_HEAD, KV_HEADS
+                    )
                 v_row, v_valid = _locate(
                     slot, slot_offset, batch, stored, v_blocks, v_places,
                     v_block_stride * UNIT, v_place_stride * UNIT, V_ADDRESSING, V_PAGE, SKIP_NEGATIVE,
@@ -423,10 +429,11 @@ class LaunchParameters(NamedTuple):
     wide_angles: bool
     packed_rounding: bool = False
     dependent: bool = False
+    contract: bool = False
 
 
 class LaunchRule(NamedTuple):
-    """Row of the launch table: serves up to ``up_to`` tokens; tile sizes are elements (heads x head dim) for each token."""
+    """Row of the launch table, for up to ``up_to`` tokens; tile sizes are elements (heads x head dim) of one token."""
 
     up_to: float
     tokens: int
@@ -497,8 +504,9 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialisation of the kernel with its launch parameters; remembers what was compiled for which pointer types and alignments."""
+    """One specialisation of the kernel; remembers what was compiled for which pointer types and alignments."""
 
+    spec: Spec
     constexprs: dict[str, Any]
     options: dict[str, Any]
     groups: int
@@ -506,7 +514,7 @@ class Variant:
     compiled: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False)
 
     def grid(self, tokens: int) -> tuple[int, int, int]:
-        """Programs: every group of heads for each block of tokens, in one dim because the second holds at most 65535."""
+        """Each group of heads for each block of tokens, in one dim because a second holds at most 65535."""
         return (self.groups * -(-tokens // self.tokens_per_program), 1, 1)
 
 
@@ -560,8 +568,8 @@ def variant_of(spec: Spec, launch_parameters: LaunchParameters) -> Variant:
         "K_PACKED": packed and spec.kv_fp8 is not None and not spec.need_k,
         "DEPENDENT": p.dependent,
     }
-    options = {"num_warps": p.warps, "enable_fp_fusion": not spec.exact, "launch_pdl": p.dependent}
-    return Variant(constexprs, options, q_groups + kv_groups, p.tokens)
+    options = {"num_warps": p.warps, "enable_fp_fusion": p.contract and not spec.exact, "launch_pdl": p.dependent}
+    return Variant(spec, constexprs, options, q_groups + kv_groups, p.tokens)
 
 
 @lru_cache(maxsize=1024)
@@ -571,7 +579,7 @@ def geometry_of(layout: str, shape: tuple[int, ...], stride: tuple[int, ...], he
     geometry = parsed.geometry(shape, stride, heads)
     if geometry.dim_stride != 1 and geometry.dim > 1:
         raise ValueError(
-            f"the fused kernel writes caches whose head dim is contiguous, got stride {geometry.dim_stride} in {layout!r}"
+            f"the fused kernel needs the head dim of a cache contiguous, got stride {geometry.dim_stride} in {layout!r}"
         )
     if parsed.addressing == "batch":
         addressing = STATIC
@@ -596,7 +604,7 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def index_strides(index: Tensor, seq: int, flat: bool) -> tuple[int, int]:
-    """Strides of batch and place of positions or slots; a 1-D tensor runs over all tokens if ``flat``, else over one sequence."""
+    """Strides of batch and place; a 1-D tensor runs over all tokens if ``flat``, else over one sequence."""
     if index.dim() == 1:
         step = index.stride(0) if index.shape[0] > 1 else 0
         return (seq * step if flat else 0, step)
@@ -611,6 +619,7 @@ class Call(NamedTuple):
     numbers: tuple[float | int, ...]
     variant: Variant
     tokens: int
+    device: torch.device
     outputs: tuple[Tensor, Tensor, Tensor]
 
 
@@ -650,22 +659,21 @@ def prepare(
     need_k: bool,
     parameters: LaunchParameters | None = None,
 ) -> Call:
-    """Allocate the outputs and work out the kernel's arguments; launches nothing and works on tensors of the meta device too."""
+    """Allocate the outputs and work out the kernel's arguments; works on tensors of the meta device too."""
     batch, seq, q_heads, head_dim = q.shape
     tokens = batch * seq
     q_out = torch.empty_like(q) if need_q else None
     k_out = torch.empty_like(k) if need_k and k is not None else None
     q8 = None if q_fp8 is None else torch.empty_like(q, dtype=q_fp8)
-    nothing = None if need_q and k_out is not None and q8 is not None else q.new_empty(0)
     outputs = (
-        nothing if q_out is None else q_out,
-        nothing if k_out is None else k_out,
-        nothing if q8 is None else q8,
+        q.new_empty(0) if q_out is None else q_out,
+        q.new_empty(0) if k_out is None else k_out,
+        q.new_empty(0) if q8 is None else q8,
     )
 
     if v_cache is None:
         v_cache = k_cache  # a joint buffer
-    if v_cache is None or slots is None:
+    if v is None or v_cache is None or slots is None:
         v = v_cache = None
     if k is None or slots is None:
         k_cache = None
@@ -683,7 +691,8 @@ def prepare(
         v_geometry, v_addressing = geometry_of(v_layout, v_cache.shape, v_cache.stride(), kv_heads, paired)
 
     q_strides = row_strides(q)
-    q_out_strides = (0, 0, 0) if q_out is None and q8 is None else row_strides(q8 if q_out is None else q_out)
+    q_result = q8 if q_out is None else q_out  # both are laid out alike
+    q_out_strides = (0, 0, 0) if q_result is None else row_strides(q_result)
     k_strides = (0, 0, 0) if k is None else row_strides(k)
     k_out_strides = (0, 0, 0) if k_out is None else row_strides(k_out)
     v_strides = (0, 0, 0) if v is None else row_strides(v)
@@ -767,23 +776,47 @@ def prepare(
         v_geometry.places,
         *[stride // unit for stride in v_cache_strides],
     )
-    return Call(pointers, numbers, variant, tokens, outputs)
+    return Call(pointers, numbers, variant, tokens, q.device, outputs)
+
+
+def refusal(call: Call, device: torch.device) -> str | None:
+    """Why a kernel for this call cannot be compiled for ``device``, or None."""
+    spec = call.variant.spec
+    _, _, _, cos, _, positions, k_cache, v_cache, slots, slot_offsets = call.pointers[:10]
+    assert cos is not None
+    return unsupported(
+        target_of(device),
+        q_dtype=spec.q_dtype,
+        cos_dtype=cos.dtype,
+        head_dim=spec.head_dim,
+        rotary_dim=spec.rotary_dim,
+        v_head_dim=spec.v_head_dim,
+        math_dtype=spec.math_dtype,
+        q_fp8=spec.q_fp8,
+        kv_fp8=spec.kv_fp8,
+        cache_dtypes=[cache.dtype for cache in (k_cache, v_cache) if cache is not None],
+        index_dtypes=[index.dtype for index in (positions, slots, slot_offsets) if index is not None],
+    )
 
 
 def run(call: Call) -> None:
     """Launch the kernel for a prepared call; on the CPU only under Triton's interpreter."""
     variant = call.variant
     grid = variant.grid(call.tokens)
-    device = call.pointers[0].device
+    device = call.device
     if device.type != "cuda" or torch.version.hip:
-        # The interpreter takes no options. On ROCm a kernel also depends on the size of each buffer, which Triton tracks itself.
+        # The interpreter takes no options. On ROCm a kernel also depends on the size of each buffer, which Triton
+        # tracks itself.
         options = variant.options if device.type == "cuda" else {}
         rope_qkv_kernel[grid](*call.pointers, *call.numbers, **variant.constexprs, **options)
         return
-    # Triton's own dispatch takes tens of microseconds for this many arguments; what it looks at is in this key, so it runs once for each.
+    # Triton's own dispatch takes tens of microseconds for this many arguments; what it looks at is in this key, so it
+    # runs once for each.
     key = (device.index, *[None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in call.pointers])
     compiled = variant.compiled.get(key)
     if compiled is None:
+        if reason := refusal(call, device):
+            raise RuntimeError(f"rope_qkv: {reason}")
         variant.compiled[key] = rope_qkv_kernel[grid](
             *call.pointers, *call.numbers, **variant.constexprs, **variant.options
         )
@@ -794,12 +827,12 @@ def run(call: Call) -> None:
 def launch(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator by the Triton kernel: arguments and results as those of ``rope_qkv.reference``.
 
-    ``parameters`` overrides the launch table. No tokens, no launch. With ``TRITON_INTERPRET=1`` in the environment before Triton is imported,
-    tensors on the CPU are taken too.
+    ``parameters`` overrides the launch table. No tokens, no launch. With ``TRITON_INTERPRET=1`` in the environment
+    before Triton is imported, tensors on the CPU are taken too.
     """
     call = prepare(*args, **options)
     if call.tokens and call.variant.groups:
-        device = call.pointers[0].device
+        device = call.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 run(call)

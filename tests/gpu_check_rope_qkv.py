@@ -1,0 +1,395 @@
+"""On a GPU: is the fused operator right in every variant, and which launch parameters are fastest?
+
+    PYTHONPATH=. python3 tests/gpu_check_rope_qkv.py [check] [time] [overhead] [--shapes NAME ...] [--tokens N ...]
+    [--seconds S]
+
+check: every variant of a covering set against the reference on the same device, with fresh random data and poisoned
+outputs: the same bits in exact mode; in the default mode the FP8 bytes that differ are counted, and floats may differ
+in their last bit. time: a grid of launch parameters at the shapes of docs/performance.md by CUDA-graph replay, beside
+the floor (bytes over the measured copy bandwidth, and an empty kernel). Prints the best of each row; everything
+measured goes to $OUT/rope_qkv.json where OUT is set. overhead: what one call costs the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from rope_fusion.kernels import rope_qkv_triton
+from rope_fusion.kernels.rope_qkv import fp8_unsupported, reference, target_of
+from rope_fusion.kernels.rope_qkv_triton import LaunchParameters, choose_parameters, launch
+from rope_fusion.kernels.variants import (
+    BF16,
+    E4M3,
+    FP32,
+    PreparedCall,
+    Variant,
+    covering,
+    describe,
+    make_call,
+)
+
+DEVICE = torch.device("cuda", 0)
+BASE = Variant(
+    dtype=BF16,
+    angle_dtype=FP32,
+    angles="table",
+    full_width=False,
+    pairing="neox",
+    inverse=False,
+    dims=(64, 64, 0),
+    v_dim=None,
+    heads=(64, 8),
+    batch_seq=(1, 1),
+    source="packed",
+    layout="n p h d",
+    paired_slots=False,
+    index_dtype=torch.int64,
+    slots="all",
+    q_fp8=E4M3,
+    cache="fp8",
+    scales="tensor",
+    multiplies=False,
+    needs=(False, False),
+    math="fp32",
+    writes="kv",
+)
+PLAIN = replace(BASE, q_fp8=None, cache="same", needs=(True, False))
+SHAPES = {
+    "gptoss-fp8": BASE,
+    "gptoss-bf16": replace(BASE, cache="same"),
+    "gptoss-plain": PLAIN,
+    "llama8b": replace(PLAIN, heads=(32, 8), dims=(128, 128, 0)),
+    "llama70b-fp8": replace(BASE, heads=(64, 8), dims=(128, 128, 0)),
+    "llama8b-static": replace(
+        PLAIN, heads=(32, 8), dims=(128, 128, 0), layout="b h p d", angles="rows", full_width=True, angle_dtype=BF16
+    ),
+    "d96": replace(PLAIN, heads=(32, 32), dims=(96, 96, 0)),
+    "d192": replace(PLAIN, heads=(16, 16), dims=(192, 64, 128), v_dim=128, pairing="halves out"),
+    "gptj": replace(PLAIN, heads=(16, 16), dims=(256, 64, 0), pairing="interleaved"),
+    "gptoss-hnd": replace(BASE, layout="n h p d"),
+    "glm-partial": replace(PLAIN, heads=(32, 2), dims=(128, 64, 0), pairing="interleaved"),
+}
+
+
+def as_bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8) if x.numel() else x
+
+
+def poison_new_tensors() -> None:
+    """From here on `empty_like` gives tensors full of NaN, so that an output element that nothing wrote shows."""
+    original = torch.empty_like
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = original(*args, **kwargs)
+        if out.element_size() == 1:
+            out.view(torch.uint8).fill_(255)  # NaN in the FP8 formats of CUDA
+        else:
+            out.fill_(float("nan"))
+        return out
+
+    torch.empty_like = poisoned
+
+
+def check(seeds: int) -> list[str]:
+    """Names of the variants in which the kernel is wrong; the rate of differing FP8 bytes goes to the output."""
+    target = target_of(DEVICE)
+    wrong: list[str] = []
+    differing: dict[str, int] = {}
+    compared: dict[str, int] = {}
+    original = torch.empty_like
+    poison_new_tensors()
+    total = 0
+    for seed in range(seeds):
+        for index, variant in enumerate(covering(seed=seed)):
+            for fp8 in (variant.q_fp8, E4M3):
+                if fp8 is not None and fp8_unsupported(target, fp8):
+                    variant = replace(variant, q_fp8=None, cache="same")
+            # A size that fills several programs and not the last one.
+            batch, seq = variant.batch_seq
+            variant = replace(
+                variant, batch_seq=(batch, seq * 11 if seq > 1 else 1) if batch == 1 or seq > 1 else (37, 1)
+            )
+            call = make_call(variant, seed=1000 * seed + index, device=DEVICE)
+            eager, kernel = call.with_own_caches(), call.with_own_caches()
+            total += 1
+            try:
+                want = reference(*eager.args, **eager.options)
+                parameters = choose_parameters(10 ** (1 + index % 5), *variant.heads, variant.dims[0])
+                got = launch(*kernel.args, **kernel.options, parameters=parameters)
+                torch.cuda.synchronize()
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {str(error)[-300:]}: {describe(variant)}")
+                continue
+            names = ("q", "k", "q_fp8", "k_cache", "v_cache")
+            pairs = zip(names, (*got, *kernel.caches), (*want, *eager.caches), strict=False)
+            for name, g, w in pairs:
+                if g.stride() != w.stride() or g.dtype != w.dtype:
+                    wrong.append(
+                        f"{name}: layout {g.stride()} {g.dtype} for {w.stride()} {w.dtype}: {describe(variant)}"
+                    )
+                elif g.numel():
+                    different = int((as_bits(g) != as_bits(w)).sum())
+                    kind = "exact" if call.options["exact"] else "fp8" if g.element_size() == 1 else "default"
+                    differing[kind] = differing.get(kind, 0) + different
+                    compared[kind] = compared.get(kind, 0) + as_bits(g).numel()
+                    if kind == "default":
+                        close = torch.allclose(g.double(), w.double(), rtol=2 * torch.finfo(g.dtype).eps, atol=1e-5)
+                        if not close:
+                            wrong.append(f"{name}: floats differ by more than a bit: {describe(variant)}")
+                    elif kind == "exact" and different:
+                        wrong.append(f"{name}: {different} of {g.numel()} elements: {describe(variant)}")
+                    elif kind == "fp8" and different > 1e-3 * g.numel():
+                        wrong.append(f"{name}: {different} of {g.numel()} FP8 bytes: {describe(variant)}")
+    torch.empty_like = original
+    for kind in compared:
+        print(f"{kind}: {differing[kind]} of {compared[kind]} bytes differ ({differing[kind] / compared[kind]:.2e})")
+    print(f"{total} variants, {len(wrong)} wrong")
+    for line in wrong[:20]:
+        print("  WRONG", line)
+    return wrong
+
+
+def graph_microseconds(call: Callable[[], object], budget_us: float) -> float:
+    """Microseconds of device time per call: the median over replays of a graph that holds many calls."""
+    call()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        graph = torch.cuda.CUDAGraph()
+        repeats = int(min(max(budget_us, 20), 400))
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(repeats):
+                call()
+        times = []
+        for _ in range(6):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1000 / repeats)
+    return statistics.median(times[1:])
+
+
+@triton.jit
+def _nothing(x):
+    pass
+
+
+def floors() -> tuple[float, float]:
+    """Bytes per microsecond of a large copy, and microseconds of an empty kernel in a graph."""
+    source = torch.randn(1 << 29, device=DEVICE, dtype=BF16)
+    sink = torch.empty_like(source)
+    copy = graph_microseconds(lambda: sink.copy_(source), 20)
+    one = torch.empty(1, device=DEVICE)
+    empty = graph_microseconds(lambda: _nothing[(1,)](one), 400)
+    return 2 * source.numel() * 2 / copy, empty
+
+
+@dataclass
+class Timed:
+    shape: str
+    tokens: int
+    floor_us: float
+    parameters: LaunchParameters
+    us: float
+
+
+def sized(variant: Variant, tokens: int) -> PreparedCall:
+    """A call with this many tokens: a batch of single tokens for static caches, else one sequence; 131072 positions."""
+    static = "b" in variant.layout.split()
+    call = make_call(replace(variant, batch_seq=(tokens, 1) if static else (1, tokens)), device=DEVICE, places=16)
+    if call.args[5] is not None:
+        columns = variant.dims[1] // (1 if variant.full_width else 2)
+        table = torch.randn(131072, 2 * columns, device=DEVICE, dtype=variant.angle_dtype)
+        call.args[3], call.args[4] = table[:, :columns], table[:, columns:]
+        call.args[5] = torch.randint(0, 131072, call.args[5].shape, device=DEVICE)
+    return call
+
+
+def bytes_moved(call: PreparedCall) -> int:
+    """What any implementation must read and write."""
+    q, k, v, cos, _, positions, k_cache, v_cache, slots = call.args[:9]
+    tokens = q.shape[0] * q.shape[1]
+    inputs = sum(t.numel() * t.element_size() for t in (q, k, v, positions, slots) if t is not None)
+    angles = 2 * tokens * cos.shape[-1] * cos.element_size()
+    outputs = q.numel() * (q.element_size() * int(call.options["need_q"]) + int(call.options["q_fp8"] is not None))
+    written = sum(x.numel() * c.element_size() for x, c in ((k, k_cache), (v, v_cache)) if c is not None)
+    return inputs + angles + outputs + written
+
+
+def grid(variant: Variant, full: bool) -> list[LaunchParameters]:
+    """Launch parameters worth trying: every tile shape that gives a thread 8 to 64 elements of q."""
+    width = rope_qkv_triton.next_power_of_2(variant.dims[0])
+    found: list[LaunchParameters] = []
+    for tokens, elements, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (1, 2, 4, 8)):
+        per_thread = tokens * elements / (32 * warps)
+        if not 8 <= per_thread <= 64:
+            continue
+        heads = min(max(elements // width, 1), rope_qkv_triton.next_power_of_2(variant.heads[0]))
+        kv_heads = min(max(512 // width, 1), rope_qkv_triton.next_power_of_2(variant.heads[1]))
+        found += [LaunchParameters(tokens, heads, kv_heads, warps, wide, True) for wide in (False, True)]
+    found = list(dict.fromkeys(found))
+    return found if full else [p for p in found if p.tokens * p.q_heads * width / (32 * p.warps) in (16, 32)]
+
+
+def neighbours(best: LaunchParameters) -> list[LaunchParameters]:
+    """The best tile with everything else turned over, one thing at a time."""
+    return [
+        best._replace(packed_rounding=not best.packed_rounding),
+        best._replace(dependent=True),
+        best._replace(contract=True),
+        best._replace(kv_heads=max(best.kv_heads // 2, 1)),
+        best._replace(kv_heads=best.kv_heads * 2),
+        best._replace(wide_angles=not best.wide_angles),
+    ]
+
+
+def compile_in_worker(work: list[tuple[str, LaunchParameters]]) -> int:
+    """Fill Triton's cache on disk: a kernel is the same for any number of tokens."""
+    for shape, parameters in work:
+        call = sized(SHAPES[shape], 2)
+        launch(*call.args, **call.options, parameters=parameters)
+    torch.cuda.synchronize()
+    return len(work)
+
+
+def compile_all(work: list[tuple[str, LaunchParameters]]) -> None:
+    workers = min(max((os.cpu_count() or 2) - 1, 1), 14, len(work))
+    if workers:
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            pool.map(compile_in_worker, [work[i::workers] for i in range(workers)])
+
+
+def time_all(shapes: list[str], token_counts: list[int], seconds: float) -> list[Timed]:
+    deadline = time.monotonic() + seconds
+    bandwidth, empty = floors()
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"copy {bandwidth / 1e6:.2f} TB/s, empty kernel {empty:.2f} us")
+    timed: list[Timed] = []
+    started = time.monotonic()
+    grids = {shape: grid(SHAPES[shape], full=shape == shapes[0]) for shape in shapes}
+    compile_all([(shape, p) for shape in shapes for p in grids[shape]])
+    print(f"{sum(map(len, grids.values()))} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
+
+    def measure(shape: str, tokens: int, call: PreparedCall, floor: float, parameters: LaunchParameters) -> float:
+        us = graph_microseconds(
+            lambda: launch(*call.args, **call.options, parameters=parameters), 6000 / max(floor, 15)
+        )
+        timed.append(Timed(shape, tokens, floor, parameters, us))
+        return us
+
+    winners: list[tuple[str, int, LaunchParameters]] = []
+    for shape in shapes:
+        for tokens in token_counts:
+            if time.monotonic() > deadline:
+                print("out of time")
+                break
+            call = sized(SHAPES[shape], tokens)
+            floor = max(bytes_moved(call) / bandwidth, empty)
+            results = sorted((measure(shape, tokens, call, floor, p), p) for p in grids[shape])
+            shipped = choose_parameters(tokens, *SHAPES[shape].heads, SHAPES[shape].dims[0])
+            ours = measure(shape, tokens, call, floor, shipped)
+            print(
+                f"{shape} T={tokens}: floor {floor:.2f}, shipped {ours:.2f}; best {results[0][0]:.2f} "
+                f"({results[0][0] / floor:.3f}x)",
+                flush=True,
+            )
+            for us, p in results[:4]:
+                print(f"    {us:8.2f}  {tuple(p)[:6]}")
+            winners.append((shape, tokens, results[0][1]))
+    more = [(shape, tokens, p, n) for shape, tokens, p in winners for n in neighbours(p)]
+    compile_all(list(dict.fromkeys((shape, n) for shape, _, _, n in more)))
+    print("one thing turned over: shape, tokens, best, then packed, dependent, contract, kv/2, kv*2, wide")
+    for shape, tokens, best in winners:
+        if time.monotonic() > deadline:
+            print("out of time")
+            break
+        call = sized(SHAPES[shape], tokens)
+        floor = max(bytes_moved(call) / bandwidth, empty)
+        row = [measure(shape, tokens, call, floor, p) for p in (best, *neighbours(best))]
+        print(f"{shape} T={tokens}: " + " ".join(f"{us:.2f}" for us in row), flush=True)
+    return timed
+
+
+def fp8_mismatch(shapes: list[str], tokens: int = 4096) -> None:
+    """At the timed shapes: how many FP8 bytes differ from the reference, default and exact."""
+    for shape in shapes:
+        if SHAPES[shape].q_fp8 is None:
+            continue
+        for math in ("fp32", "exact fp32"):
+            call = sized(replace(SHAPES[shape], math=math), tokens)
+            eager, kernel = call.with_own_caches(), call.with_own_caches()
+            want, got = reference(*eager.args, **eager.options), launch(*kernel.args, **kernel.options)
+            rates = [
+                (as_bits(g) != as_bits(w)).double().mean().item()
+                for g, w in zip((got[2], *kernel.caches), (want[2], *eager.caches), strict=True)
+            ]
+            print(f"{shape} {math}: differing bytes q {rates[0]:.1e}, k {rates[1]:.1e}, v {rates[2]:.1e}")
+
+
+def overhead() -> None:
+    """Host microseconds per call, beside three small operators of torch."""
+    call = sized(BASE, 1)
+    operator = torch.ops.rope_fusion.rope_qkv
+    x = torch.randn(64, 64, device=DEVICE)
+
+    def host(fn: Callable[[], object], n: int = 2000) -> float:
+        for _ in range(20):
+            fn()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(n):
+            fn()
+        spent = (time.perf_counter() - start) / n * 1e6
+        torch.cuda.synchronize()
+        return spent
+
+    from rope_fusion.kernels.rope_qkv_triton import prepare, run
+
+    prepared = prepare(*call.args, **call.options)
+    print(
+        f"host us per call: operator {host(lambda: operator(*call.args, **call.options)):.1f}, "
+        f"launch {host(lambda: launch(*call.args, **call.options)):.1f}, "
+        f"prepare {host(lambda: prepare(*call.args, **call.options)):.1f}, run {host(lambda: run(prepared)):.1f}; "
+        f"torch mul {host(lambda: x * 2):.1f}, empty Triton kernel {host(lambda: _nothing[(1,)](x)):.1f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="*", default=["check", "time", "overhead"])
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8, 64, 256, 2048, 16384, 65536])
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--seeds", type=int, default=2)
+    options = parser.parse_args()
+    record: dict[str, Any] = {}
+    if "check" in options.what:
+        record["wrong"] = check(options.seeds)
+        fp8_mismatch(options.shapes)
+    if "overhead" in options.what:
+        overhead()
+    if "time" in options.what:
+        timed = time_all(options.shapes, options.tokens, options.seconds)
+        record["timed"] = [vars(t) | {"parameters": t.parameters._asdict()} for t in timed]
+    if folder := os.environ.get("OUT"):
+        Path(folder, "rope_qkv.json").write_text(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The kernel of the fused operator under Triton's interpreter, on the CPU, bit for bit against the reference.
+
+The interpreter is chosen when Triton is imported, so the tests run in a process of their own: collected normally, this
+file holds one test that runs it again with TRITON_INTERPRET=1.
+
+The interpreter narrows floats by a routine of its own that truncates to bf16 and mishandles carries, ties and
+subnormals of FP8. The fixture below puts torch's conversions in its place, so that bytes can be compared.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rope_fusion.kernels.rope_qkv import reference
+from rope_fusion.kernels.variants import FP32, PreparedCall, covering, describe, make_call
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
+VARIANTS = covering()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's own process")
+def test_kernel_agrees_with_the_reference_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", __file__]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.fixture(autouse=True)
+def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        from triton.runtime import interpreter
+
+        from rope_fusion.kernels.rope_qkv_triton import TRITON_DTYPES
+
+        torch_dtypes = {str(triton_dtype): dtype for dtype, triton_dtype in TRITON_DTYPES.items()}
+
+        def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+            bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+            value = torch.from_numpy(data.copy().view(f"u{data.dtype.itemsize}")).view(torch_dtypes[str(source)])
+            narrow = value.to(torch_dtypes[str(target)])
+            return narrow.view(bits[narrow.element_size()]).numpy()
+
+        monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+def launched(
+    call: PreparedCall, tokens: int = 4, q_heads: int = 4, kv_heads: int = 2, wide_angles: bool = False
+) -> Any:
+    """Launch with small tiles, so that several and partly filled blocks of tokens and heads occur."""
+    from rope_fusion.kernels.rope_qkv_triton import LaunchParameters, launch
+
+    return launch(*call.args, **call.options, parameters=LaunchParameters(tokens, q_heads, kv_heads, 1, wide_angles))
+
+
+def as_bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8) if x.numel() else x
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    for name, g, w in zip(("q", "k", "q_fp8", "k_cache", "v_cache"), got, want, strict=False):
+        assert g.stride() == w.stride(), name
+        assert g.dtype == w.dtype, name
+        assert torch.equal(as_bits(g), as_bits(w)), name
+
+
+@interpreted
+@pytest.mark.parametrize("index", range(len(VARIANTS)), ids=lambda i: describe(VARIANTS[i]))
+def test_every_variant_gives_the_reference_bits(index: int) -> None:
+    call = make_call(VARIANTS[index], seed=index)
+    eager, kernel = call.with_own_caches(), call.with_own_caches()
+    want = reference(*eager.args, **eager.options)
+    got = launched(kernel, wide_angles=index % 2 == 1)
+    assert_same_bits((*got, *kernel.caches), (*want, *eager.caches))
+
+
+@interpreted
+@pytest.mark.parametrize(("tokens", "q_heads", "kv_heads"), [(1, 1, 1), (16, 8, 4), (8, 2, 4)])
+def test_tile_sizes_do_not_change_the_result(tokens: int, q_heads: int, kv_heads: int) -> None:
+    call = make_call(next(v for v in VARIANTS if v.writes == "kv" and v.batch_seq == (2, 5)))
+    eager, kernel = call.with_own_caches(), call.with_own_caches()
+    want = reference(*eager.args, **eager.options)
+    got = launched(kernel, tokens, q_heads, kv_heads)
+    assert_same_bits((*got, *kernel.caches), (*want, *eager.caches))
+
+
+@interpreted
+def test_no_tokens_launch_nothing() -> None:
+    call = make_call(next(v for v in VARIANTS if v.batch_seq == (1, 7) and v.writes == "nothing" and v.needs[0]))
+    call.args = [None if t is None else t[:, :0] if i < 3 else t for i, t in enumerate(call.args)]
+    q_rot, _, _ = launched(call)
+    assert q_rot.shape[1] == 0
+
+
+@interpreted
+def test_slots_and_positions_outside_their_tensors_touch_no_foreign_memory() -> None:
+    q = torch.randn(1, 3, 2, 8)
+    cos, sin = torch.randn(5, 4), torch.randn(5, 4)
+    positions, slots = torch.tensor([5, 2, 4]), torch.tensor([1, 12, 7])  # the table ends at 4, the cache at 11
+    guarded = torch.zeros(6, 4, 2, 8)
+    options = {**make_call(VARIANTS[0]).options, "rotary_dim": 8, "rotary_start": 0, "q_fp8": None, "kv_fp8": None}
+    options |= {"k_layout": "n p h d", "skip_negative_slots": True, "need_q": True}
+    args = [q, q, None, cos, sin, positions, guarded[:3], None, slots, *[None] * 4]
+    q_rot, _, _ = launched(PreparedCall(args, options))
+    assert q_rot[0, 0].isnan().all()
+    assert not q_rot[0, 1:].isnan().any()
+    assert guarded[3:].count_nonzero() == 0
+    assert torch.equal(guarded[1, 3], q_rot[0, 2])
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [1.0, 0.05, 49.0, 3.1e-5])
+def test_quotients_by_the_reciprocal_clamp_and_keep_nan(scale: float) -> None:
+    q = torch.tensor([0.0, -0.0, 1.0, -3.0, 3e38, -3e38, float("inf"), float("nan")]).view(1, 1, 1, 8)
+    cos, sin = torch.ones(1, 1, 4), torch.zeros(1, 1, 4)
+    call = make_call(VARIANTS[0])
+    args: list[Any] = [q[..., [0, 1, 2, 3, 4, 5, 0, 0]], None, None, cos, sin, *[None] * 8]
+    options = {**call.options, "rotary_dim": 8, "rotary_start": 0, "interleaved": False, "halves_out": False}
+    options |= {"q_fp8": torch.float8_e4m3fn, "kv_fp8": None, "q_scale_value": scale, "q_scale_multiplies": False}
+    options |= {"exact": False, "math_dtype": FP32}
+    for x in (args[0], q):
+        args[0] = x
+        want = reference(*args, **options)[2]
+        got = launched(PreparedCall(args, options))[2]
+        assert torch.equal(as_bits(got), as_bits(want))
