@@ -1,0 +1,94 @@
+"""The rotation operators as the patterns call them: from the arguments of a canonical `rotary_qk`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_fusion.canonical.attributes import QuantAttributes, RotaryAttributes
+from rope_fusion.kernels import rotate as _operators
+
+
+def rotation_arguments(rotary: str) -> dict[str, Any]:
+    """Keyword arguments that `rotate` and its forms share, from the attributes of a canonical `rotary_qk`."""
+    rope = RotaryAttributes.decode(rotary)
+    return {
+        "interleaved": rope.interleaved,
+        "inverse": rope.inverse,
+        "halves_out": rope.halves_out,
+        "rotary_dim": rope.rotary_dim,
+        "rotary_start": rope.start,
+        "math_dtype": rope.math_dtype,
+        "exact": rope.exact,
+    }
+
+
+def call_rotation(
+    x: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary: str, empty_like: Tensor
+) -> Tensor:
+    """`x` rotated, or an empty tensor where the canonical operator had no such operand."""
+    if x is None:
+        return torch.ops.aten.new_empty.default(empty_like, [0])
+    out_dtype = RotaryAttributes.decode(rotary).out_dtype
+    return torch.ops.rope_fusion.rotate.default(
+        x, cos, sin, positions, **rotation_arguments(rotary), out_dtype=out_dtype
+    )
+
+
+def call_static_fp8(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary: str, scale: Tensor | None, quant: str
+) -> Tensor:
+    """`x` rotated, rounded to its dtype and quantised by one scale."""
+    fp8 = QuantAttributes.decode(quant)
+    return torch.ops.rope_fusion.rotate_fp8.default(
+        x,
+        cos,
+        sin,
+        positions,
+        scale,
+        **rotation_arguments(rotary),
+        out_dtype=RotaryAttributes.decode(rotary).out_dtype,
+        fp8_dtype=fp8.dtype,
+        scale_value=fp8.scale_value,
+        scale_multiplies=fp8.multiplies,
+    )
+
+
+def refuse_rotation(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    rotary: str,
+    scale: Tensor | None = None,
+    quant: str | None = None,
+) -> str | None:
+    """Why these operands must stay as they are, or None; all are fake tensors, q and k ``[B, S, H, D]``."""
+    rope = RotaryAttributes.decode(rotary)
+    for name, x in (("q", q), ("k", k)):
+        if x is None:
+            continue
+        if not all(isinstance(size, int) for size in x.shape[2:]):
+            return (
+                f"the heads or head_dim of {name} are symbolic ({tuple(x.shape[2:])}); "
+                "mark only batch and sequence as dynamic (dynamic=None or torch._dynamo.mark_dynamic)"
+            )
+        if x.stride(3) != 1:
+            return f"the last dim of {name} has stride {x.stride(3)}; the rotation reads contiguous heads"
+    if cos.stride(-1) != 1 or sin.stride(-1) != 1:
+        return "the columns of cos and sin are not contiguous"
+    devices = {t.device for t in (q, k, cos, sin, positions, scale) if t is not None and t.dim()}
+    if len(devices) > 1:
+        return f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
+    if q.device.type == "cpu":
+        return None
+    how = _operators.Rotary(**rotation_arguments(rotary))
+    fp8 = QuantAttributes.decode(quant) if quant is not None else None
+    static = _operators.StaticFp8(fp8.dtype, scale, fp8.scale_value, fp8.multiplies) if fp8 is not None else None
+    for x in (q, k):
+        if x is not None and (sentence := _operators.unsupported(x, cos, sin, how, rope.out_dtype, static)) is not None:
+            return sentence
+    return None
