@@ -19,6 +19,7 @@ from rope_fusion.canonical.attributes import (
     RotaryAttributes,
 )
 from rope_fusion.canonical.cache_in_place import is_already_in_place
+from rope_fusion.canonical.cache_views import climb
 from rope_fusion.canonical.cos_sin import CosSinOperands, cos_sin_operands
 from rope_fusion.canonical.emitter import Emitter
 from rope_fusion.canonical.layout import (
@@ -110,6 +111,8 @@ class Canonicaliser:
         self._taken: set[Node] = set()  # outs of rotations and nodes of writes that are emitted
         self._canonical_of: dict[Node, tuple[Node, str]] = {}  # rotation out -> (canonical 4-D value, roles)
         self._quantised = self._group_quantisations()
+        # read before emission moves users: the views that lead from the whole cache to the part a write goes into
+        self._views_of = {w.node: climb(w.node.args[0])[1] for w in findings.writes if w.call is None}  # type: ignore[arg-type]
         self._new_cache: dict[Node, Node] = {}  # result of an emitted write -> the canonical value of the whole cache
 
     def run(self, rotations: bool) -> Canonicalised:
@@ -186,9 +189,7 @@ class Canonicaliser:
                 return False
         return True
 
-    def _emit_layers(
-        self, oriented: dict[Node, _Oriented], write_of: Mapping[Node, CacheWrite | LayerWrite]
-    ) -> None:
+    def _emit_layers(self, oriented: dict[Node, _Oriented], write_of: Mapping[Node, CacheWrite | LayerWrite]) -> None:
         """One `rotary_qk` per rotated k that is written to a cache, with the q that shares its cos and sin."""
         for k_out in sorted(write_of, key=self._order.__getitem__):
             partner = self._partner(oriented[k_out], [o for o in oriented.values() if o.rotation.out not in write_of])
@@ -458,12 +459,7 @@ class Canonicaliser:
     def _finish_write(self, write: CacheWrite, new_cache: Node, canonical: Node, whole: bool = True) -> None:
         """Readers of the written cache, whole or through the view that was written, read the new whole cache."""
         if write.node is not write.result:
-            source = write.node.args[0]
-            assert isinstance(source, Node)
-            path = _path_between(write.previous, source) or _path_between(write.base, source)
-            if path is None:
-                raise RuntimeError(f"no chain of views leads from the cache to {write.node.name}")
-            self._take_over(write.node, self._emit.replay(path, new_cache), canonical)
+            self._take_over(write.node, self._emit.replay(self._views_of[write.node], new_cache), canonical)
         if whole:
             self._take_over(write.result, new_cache, canonical)
             self._new_cache[write.result] = new_cache
@@ -586,11 +582,6 @@ def _value_path(out: Node, quantisation: Fp8Quantisation) -> list[Node]:
     path = along(quantisation.out)
     assert path is not None
     return rotated + path
-
-
-def _path_between(start: Node, end: Node) -> list[Node] | None:
-    through = VIEW_TARGETS | {aten.select.int, aten.slice.Tensor, aten.view.dtype, operator.getitem, aten.unbind.int}
-    return view_path(start, end, frozenset(through))
 
 
 def _without_selects(layout: str) -> str:
