@@ -125,8 +125,8 @@ def is_already_in_place(write: CacheWrite, through_views: bool = False) -> bool:
     path = _path(write)
     steps = climb(target)[1]
     if is_index_put:
-        cuts = {aten.select.int, aten.slice.Tensor, operator.getitem, aten.as_strided.default}
-        return through_views and not any(step.target in cuts for step in steps)
+        cuts = {aten.select.int, aten.slice.Tensor, operator.getitem, aten.as_strided.default, aten.clone.default}
+        return through_views and not any(step.target in cuts for step in (*path, *steps))
     regions = set(REGION_OF.values())
     return all(node.target in REGION_OF for node in path) and all(step.target in regions for step in steps)
 
@@ -146,6 +146,8 @@ def _replayed(inserter: _Inserter, steps: Sequence[Node], start: Node) -> Node:
     """`start` through copies of view steps."""
     node = start
     for step in steps:
+        if step.target is aten.clone.default:
+            continue
         if step.target is operator.getitem:
             pieces = step.args[0]
             assert isinstance(pieces, Node)

@@ -35,6 +35,7 @@ _RESHAPES = frozenset(
         aten.squeeze.dim,
         aten.squeeze.dims,
         aten.alias.default,
+        aten.clone.default,  # index_copy_ into a permuted cache leaves one
     }
 )
 _PERMUTES = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})

@@ -178,6 +178,8 @@ def _record(
     dtype = base.meta["val"].dtype
     if not dtype.is_floating_point and dtype not in (torch.uint8, torch.int8):
         raise NotACacheWrite(f"{base.name} holds {dtype}")
+    if any(user.target is aten.as_strided.default for node in write.path for user in node.users):
+        raise NotACacheWrite("what it makes is read by strides")
     found = address(base, write.node, write.view, numbering)
     value, quantisation, passed = before_storage(found.stored, quantisations)
     return CacheWrite(
