@@ -568,7 +568,9 @@ def variant_of(spec: Spec, launch_parameters: LaunchParameters) -> Variant:
         "K_PACKED": packed and spec.kv_fp8 is not None and not spec.need_k,
         "DEPENDENT": p.dependent,
     }
-    options = {"num_warps": p.warps, "enable_fp_fusion": p.contract and not spec.exact, "launch_pdl": p.dependent}
+    options = {"num_warps": p.warps, "enable_fp_fusion": p.contract and not spec.exact}
+    if p.dependent:  # an option of the CUDA backend alone
+        options["launch_pdl"] = True
     return Variant(spec, constexprs, options, q_groups + kv_groups, p.tokens)
 
 
