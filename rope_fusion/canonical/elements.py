@@ -147,5 +147,5 @@ def same_sizes(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return len(first) == len(second) and all(a is b or equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def same_shape(first: Node, second: Node) -> bool:
+def same_shape(first: Any, second: Any) -> bool:
     return same_sizes(tensor(first).shape, tensor(second).shape)

@@ -32,14 +32,14 @@ def _static(*numbers: Any) -> None:
         raise Opaque
 
 
-def _axis(source: Node, dim: int, elements: Elements) -> int:
-    """The trailing axis of dim `dim` of `source`; negative for a leading dim."""
-    rank = tensor(source).dim()
-    return dim % rank - (rank - elements.rank)
+def _axis(node: Node, dim: int, trailing: int) -> int:
+    """Which of the `trailing` last dims of `node` dim `dim` is; negative for a leading dim."""
+    rank = tensor(node).dim()
+    return dim % rank - (rank - trailing)
 
 
 def trailing_axis(source: Node, dim: Any, elements: Elements) -> int:
-    axis = _axis(source, dim, elements)
+    axis = _axis(source, dim, elements.rank)
     if axis < 0:
         raise Opaque
     return axis
@@ -153,9 +153,18 @@ def _expand(interpreter: Interpreter, node: Node, deep: bool) -> Elements:
 def _reshape(interpreter: Interpreter, node: Node, deep: bool) -> Elements:
     source = node.args[0]
     elements = interpreter.read(source, deep)
-    before, after = tensor(source).shape, tensor(node).shape
-    if same_sizes(before, after):
+    if same_shape(source, node):
         return elements
+    try:
+        return _regrouped(interpreter, node, elements)
+    except Opaque:
+        # columns repeated by unsqueeze and expand, merged into the last dim
+        return _regrouped(interpreter, node, _widened(interpreter, source, deep))
+
+
+def _regrouped(interpreter: Interpreter, node: Node, elements: Elements) -> Elements:
+    """`elements` of the input of a reshape as those of its result."""
+    before, after = tensor(node.args[0]).shape, tensor(node).shape
     total, product, rank = math.prod(elements.shape), 1, 0
     while rank < len(after) and (product != total or not rank):
         rank += 1
@@ -171,6 +180,27 @@ def _reshape(interpreter: Interpreter, node: Node, deep: bool) -> Elements:
         if trailing[0] != 2 or interpreter.choices.halves_of != total:
             raise Opaque
     return elements.moved(lambda array: array.reshape(trailing + array.shape[elements.rank :]))
+
+
+def _widened(interpreter: Interpreter, node: Any, deep: bool) -> Elements:
+    """The elements of `node` with one more trailing dim, where an unsqueeze (and an expand) has just made that dim."""
+    source = node.args[0] if isinstance(node, Node) and node.op == "call_function" else None
+    if node.target in (aten.clone.default, aten.alias.default, aten.contiguous.default):
+        elements = _widened(interpreter, source, deep)
+    elif node.target is aten.expand.default:
+        elements = _widened(interpreter, source, deep)
+        sizes = tensor(node).shape
+        elements = elements.broadcast([static_size(size) for size in sizes[len(sizes) - elements.rank :]])
+    elif node.target is aten.unsqueeze.default:
+        elements = interpreter.read(source, deep)
+        rank = tensor(node).dim()
+        if node.args[1] % rank != rank - 1 - elements.rank:
+            raise Opaque
+        elements = elements.moved(lambda array: np.expand_dims(array, 0))
+    else:
+        raise Opaque
+    interpreter.pass_through(node, deep)
+    return elements
 
 
 def _permute(interpreter: Interpreter, node: Node, deep: bool) -> Elements:
@@ -231,20 +261,15 @@ def _convert(interpreter: Interpreter, node: Node, deep: bool) -> Elements:
 
 def _concatenate(interpreter: Interpreter, node: Node, deep: bool) -> Elements:
     sources, dim = arguments(node, 2)
-    dim = (dim or 0) % tensor(node).dim()
-    stacked = _stacked(sources, dim)
-    pieces = _pieces(interpreter, stacked or sources, node, deep)
-    if stacked:
-        # Each source was given a dim of size 1 just for this: leading or trailing, it is trailing from here on.
-        axis = dim - (tensor(node).dim() - 1 - pieces[0].rank)
-        if axis < 0 or len({piece.rank for piece in pieces}) > 1:
-            raise Opaque
-        pieces = [piece.moved(lambda array: np.expand_dims(array, axis)) for piece in pieces]
-    else:
+    pieces = [interpreter.read(source, deep) for source in sources]
+    rank = max(piece.rank for piece in pieces)
+    if _axis(node, dim or 0, rank) == -1:  # a stack just before the last dim
+        pieces = _pieces(interpreter, sources, node, deep, _widened)
         rank = max(piece.rank for piece in pieces)
-        pieces = [interpreter.promoted(source, piece, rank) for source, piece in zip(sources, pieces, strict=True)]
-        axis = trailing_axis(node, dim, pieces[0])
-    joined = _join(pieces, axis)
+    else:
+        pieces = _pieces(interpreter, sources, node, deep)
+    pieces = [interpreter.promoted(source, piece, rank) for source, piece in zip(sources, pieces, strict=True)]
+    joined = _join(pieces, trailing_axis(node, dim or 0, pieces[0]))
     if not joined.dtypes and len(joined.leaf_numbers()) > 1:
         interpreter.met_join = True
         if interpreter.choices.joins_are_leaves:
@@ -252,31 +277,27 @@ def _concatenate(interpreter: Interpreter, node: Node, deep: bool) -> Elements:
     return joined
 
 
-def _stacked(sources: Any, dim: int) -> list[Node] | None:
-    """What `torch.stack` along `dim` was given, if the concatenation is one."""
-    inner = []
-    for source in sources:
-        if source.target is not aten.unsqueeze.default or source.args[1] % tensor(source).dim() != dim:
-            return None
-        inner.append(source.args[0])
-    return inner
+def _read(interpreter: Interpreter, node: Any, deep: bool) -> Elements:
+    return interpreter.read(node, deep)
 
 
-def _pieces(interpreter: Interpreter, sources: Sequence[Node], whole: Node, deep: bool) -> list[Elements]:
+def _pieces(
+    interpreter: Interpreter, sources: Sequence[Node], whole: Node, deep: bool, read: Follow = _read
+) -> list[Elements]:
     """The elements of tensors that are put together into `whole`.
 
-    Where some pieces hold sums of products and others do not, the others are passed through: they are read as
-    operands, so that they are made of the same leaf as the operands of those sums.
+    Where some pieces hold sums of products and others do not, the others are passed through: they are read as operands,
+    so that they are made of the same leaf as the operands of those sums.
     """
     if any(tensor(source).dtype != tensor(whole).dtype for source in sources):
         raise Opaque
-    pieces = [interpreter.read(source, deep) for source in sources]
-    finished = [piece.has_sums and bool(piece.dtypes) for piece in pieces]
-    if any(finished) and not all(finished):
-        pieces = [
-            piece if done else interpreter.operand(source)
-            for source, piece, done in zip(sources, pieces, finished, strict=True)
-        ]
+    pieces = [read(interpreter, source, deep) for source in sources]
+    if any(piece.has_sums for piece in pieces):
+        for index, piece in enumerate(pieces):
+            if piece.dtypes and not piece.has_sums:
+                interpreter.met_unfinished = True
+            if not piece.has_sums and not interpreter.choices.products_stay:
+                pieces[index] = read(interpreter, sources[index], False)
     return pieces
 
 
@@ -391,6 +412,7 @@ MOVEMENTS: dict[Any, Follow] = {
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
     aten.flip.default: _flip,
+    prims.rev.default: _flip,
     aten.cat.default: _concatenate,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,

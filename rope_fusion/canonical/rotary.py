@@ -142,6 +142,8 @@ class _Survey:
             yield self._interpreter(Choices(halves_of=width))
         if plain.met_join:
             yield self._interpreter(Choices(joins_are_leaves=True))
+        if plain.met_unfinished:
+            yield self._interpreter(Choices(products_stay=True))
 
     def _interpreter(self, choices: Choices) -> Interpreter:
         if choices not in self._interpreters:
@@ -233,7 +235,7 @@ def _padded(sizes: Sequence[Any], rank: int) -> list[Any] | None:
 
 
 def _column_mismatch(form: Form, cos: Leaf, sin: Leaf) -> str | None:
-    """Why columns are not those of cos and sin of the same angles: one table holds the two apart, two hold them alike."""
+    """Why columns are not those of cos and sin of the same angles: in one table they lie apart, in two alike."""
     if cos == sin:
         width = form.rotary_dim if form.full_width else form.rotary_dim // 2
         if abs(form.cos_offset - form.sin_offset) < width:

@@ -93,6 +93,8 @@ class Choices:
     halves_of: int | None = None
     # a concatenation of different tensors is a tensor of its own (the x of a rotation); otherwise it is looked through
     joins_are_leaves: bool = False
+    # products beside finished sums wait for their other term (`out[i] -= ...`); otherwise they are passed through
+    products_stay: bool = False
 
 
 class Interpreter:
@@ -102,12 +104,14 @@ class Interpreter:
         self.choices = choices
         self.met_two = False  # a reshape that `choices.halves_of` decides was read
         self.met_join = False  # a concatenation that `choices.joins_are_leaves` decides was read
+        self.met_unfinished = False  # products beside sums, which `choices.products_stay` decides, were read
         self.leaves: list[Leaf] = []
         self._numbering = numbering
         self._levels = levels
         self._leaf_number: dict[tuple[int, str], int] = {}
         self._read: dict[tuple[Node, bool], Elements | None] = {}
         self._stopped: set[tuple[Node, bool]] = set()
+        self._passed: set[tuple[Node, bool]] = set()
         self._depth = 0
 
     def value(self, node: Any) -> Elements:
@@ -129,6 +133,10 @@ class Interpreter:
         if elements is None:
             raise Opaque
         return elements
+
+    def pass_through(self, node: Node, deep: bool) -> None:
+        """`node`, a leaf by itself, was followed together with its user."""
+        self._passed.add((node, deep and node in self._levels))
 
     def level(self, node: Node) -> int:
         """PRODUCT, SUM or 0: see `trace_products`."""
@@ -179,10 +187,11 @@ class Interpreter:
         while waiting:
             node, deep = waiting.pop()
             key = (node, deep and node in self._levels)
-            if key in seen or key in self._stopped or self._numbering.number(node) in stops:
+            if key in seen or self._numbering.number(node) in stops:
                 continue
             seen.add(key)
-            if key not in self._read and not _is_passage(node):
+            followed = (key in self._read and key not in self._stopped) or key in self._passed
+            if not followed and node.target not in SPLITS:
                 continue
             found.add(node)
             inside = deep and node.target is not aten.mul.Tensor
@@ -222,11 +231,6 @@ class Interpreter:
         except ValueError:
             raise Opaque from None
         return a.broadcast(shape), b.broadcast(shape)
-
-
-def _is_passage(node: Node) -> bool:
-    """A node that is followed together with its user: a split with its `getitem`, the `unsqueeze` of a stack."""
-    return node.op == "call_function" and (node.target in SPLITS or node.target is aten.unsqueeze.default)
 
 
 # arithmetic
