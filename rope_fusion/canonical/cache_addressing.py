@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from rope_fusion.canonical.cache_values import StoredValue, named
 from rope_fusion.canonical.cache_views import REGION_OF, CacheView, Index, region, slice_start
@@ -334,14 +335,21 @@ def _value_dims(rank: int, target: _Target, names: Mapping[int, str]) -> Dims:
     region_dims = _with_roles(rank, target, names)
     missing = len(region_dims) - len(shape)
     sizes = [math.prod(atom.size for atom in dim) for dim in region_dims]
-    if missing < 0 or not all(is_one(size) for size in sizes[:missing]):
+    if missing < 0 or not all(map(is_one, sizes[:missing])) or not all(map(_fills, shape, sizes[missing:])):
         raise NotACacheWrite(f"{target.value.name} is broadcast over what it replaces")
-    if not all(map(equal, shape, sizes[missing:])):
-        raise NotACacheWrite(f"{target.value.name} is broadcast over what it replaces")
-    dims = named(tuple(region_dims[missing:]))
+    own = [
+        (Atom(size, dim[0].name),) if len(dim) == 1 else dim
+        for size, dim in zip(shape, region_dims[missing:], strict=True)
+    ]
+    dims = named(tuple(own))
     if dims is None:
         raise NotACacheWrite(f"the dims of {target.value.name} are not those of the cache")
     return dims
+
+
+def _fills(size: Any, whole: Any) -> bool:
+    """Whether a dim of the stored tensor is as long as what it replaces, for every input that runs at all."""
+    return equal(size, whole) or (not isinstance(size, int) and statically_known_true(size > 1))
 
 
 def _with_roles(rank: int, target: _Target, names: Mapping[int, str]) -> list[tuple[Atom, ...]]:
