@@ -173,10 +173,9 @@ SEEN = [
 ]
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("dynamic", "mode"), [(False, torch.no_grad), (True, torch.inference_mode)])
 @pytest.mark.parametrize("update", SEEN)
-def test_the_next_call_sees(update: Callable[[Any], None], mode: Callable[[], Any], dynamic: bool):
+def test_the_next_call_sees(update: Callable[[Any], None], dynamic: bool, mode: Callable[[], Any]):
     module = QuantisedLinear()
     compiled = Compiled(module, dynamic=dynamic)
     with mode():
@@ -276,11 +275,16 @@ def write_from_elsewhere(module: QuantisedLinear) -> None:
     ctypes.memset(module.weight.data_ptr(), 0x30, module.weight.numel())
 
 
+def call_often(compiled: Compiled, times: int) -> None:
+    for _ in range(times):
+        compiled(inputs())
+
+
 UNSEEN = [copy_into_data, write_through_numpy, write_from_elsewhere]
 
 
 @pytest.mark.parametrize("update", UNSEEN)
-def test_invalidate_refreshes_what_no_counter_shows(update: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch):
+def test_invalidate_refreshes_what_no_counter_shows(update: Callable[[Any], None]):
     module = QuantisedLinear()
     compiled = Compiled(module, freshness_interval=0)
     compiled.store = process_store()
@@ -333,8 +337,7 @@ def test_the_sampled_check_notices_within_its_interval_and_names_the_tensor(upda
         compiled(inputs())
     update(module)
     with pytest.warns(RopeFusionWarning, match=r"(weight|scale) was written without its version counter showing it"):
-        for _ in range(4):
-            compiled(inputs())
+        call_often(compiled, 4)
     assert compiled.agrees(inputs())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -348,8 +351,7 @@ def test_the_sampled_check_is_on_by_default_every_32_calls():
     compiled(inputs())
     copy_into_data(module)
     with pytest.warns(RopeFusionWarning, match="32 at most"):
-        for _ in range(32):
-            compiled(inputs())
+        call_often(compiled, 32)
     assert compiled.agrees(inputs())
 
 

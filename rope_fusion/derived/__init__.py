@@ -6,12 +6,15 @@ that makes sure before each call that they are fresh. docs/derived.md says what 
 
 ==============  =====================================================================
 `hoisting`      what the backend calls, and `invalidate`
-`plan`          which values, within which budget, and how to take them out of a graph
+`inputs`        what the backend knows of a graph's inputs
+`plan`          candidates, the budget, and how to take values out of a graph
+`selection`     which candidates are taken: obstacles and the catalogue's patterns
 `prologue`      what runs before each call
 `store`         the values themselves: sharing, freshness, lifetime
 ==============  =====================================================================
 """
 
-from rope_fusion.derived.hoisting import InputInfo, describe_inputs, hoisting_compile, invalidate
+from rope_fusion.derived.hoisting import hoisting_compile, invalidate
+from rope_fusion.derived.inputs import InputInfo, describe_inputs
 
 __all__ = ["InputInfo", "describe_inputs", "hoisting_compile", "invalidate"]

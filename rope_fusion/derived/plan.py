@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from rope_fusion.canonical.dequant import find_dequantisations, find_table_casts, structure_of
+from rope_fusion.canonical.derivation import cast_table, dequantize
 from rope_fusion.canonical.static_values import FREE_VIEWS, MOVEMENTS, StaticValues, tensor_of
-
-WEIGHT_DEQUANT = "weight_dequant"
-COS_SIN_CAST = "cos_sin_cast"
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Candidate:
     """A value that could be computed once.
 
     Attributes:
-        pattern: the pattern it belongs to.
+        operator: the canonical operator that stands for it, `dequantize` or `cast_table`.
         nodes: the nodes of the graph that compute this same value, one per occurrence.
         sources: the placeholders it is computed from; the first is the weight or table itself.
         structure: text that equal computations share.
@@ -30,31 +29,36 @@ class Candidate:
         bytes: memory that keeping it takes.
     """
 
-    pattern: str
+    operator: Callable[..., Any]
     nodes: tuple[Node, ...]
     sources: tuple[Node, ...]
     structure: str
     saving: int
     bytes: int
 
+    @property
+    def device(self) -> torch.device:
+        """Where the value lies."""
+        return self.nodes[0].meta["val"].device
+
 
 @dataclass(frozen=True)
 class Finding:
-    """The candidates of a graph and, per pattern, sentences about what came close."""
+    """The candidates of a graph, and sentences about weights that came close."""
 
     candidates: tuple[Candidate, ...]
-    refusals: tuple[tuple[str, str], ...]
+    near_misses: tuple[str, ...]
 
 
 def find_candidates(graph: Graph, static_placeholders: Iterable[Node]) -> Finding:
     """Everything in the graph that is a known derivation of static placeholders, in graph order."""
     static = StaticValues.of(graph, static_placeholders)
     found = find_dequantisations(graph, static)
-    anchors = [(WEIGHT_DEQUANT, item.out, _placeholder_of(item.codes, static)) for item in found.dequantisations]
-    anchors += [(COS_SIN_CAST, item.out, item.table) for item in find_table_casts(graph, static)]
-    groups: dict[tuple[str, str, tuple[Node, ...]], list[Node]] = {}
+    anchors = [(dequantize, item.out, _placeholder_of(item.codes, static)) for item in found.dequantisations]
+    anchors += [(cast_table, item.out, item.table) for item in find_table_casts(graph, static)]
+    groups: dict[tuple[Callable[..., Any], str, tuple[Node, ...]], list[Node]] = {}
     taken: set[Node] = set()
-    for pattern, anchor, main in anchors:
+    for operator, anchor, main in anchors:
         for node in frontier_of(anchor, static):
             if node in taken:
                 continue
@@ -62,11 +66,11 @@ def find_candidates(graph: Graph, static_placeholders: Iterable[Node]) -> Findin
             nodes = static.slice(node)
             others = [item for item in nodes if item.op == "placeholder" and item is not main]
             structure = hashlib.sha256(structure_of(nodes, node).encode()).hexdigest()
-            groups.setdefault((pattern, structure, (main, *others)), []).append(node)
+            groups.setdefault((operator, structure, (main, *others)), []).append(node)
     candidates = tuple(
-        _candidate(pattern, nodes, sources, structure) for (pattern, structure, sources), nodes in groups.items()
+        _candidate(operator, nodes, sources, structure) for (operator, structure, sources), nodes in groups.items()
     )
-    return Finding(candidates, tuple((WEIGHT_DEQUANT, sentence) for sentence in found.refusals))
+    return Finding(candidates, tuple(found.refusals))
 
 
 def frontier_of(anchor: Node, static: StaticValues) -> list[Node]:
@@ -87,10 +91,12 @@ def frontier_of(anchor: Node, static: StaticValues) -> list[Node]:
     return sorted(ends)
 
 
-def _candidate(pattern: str, nodes: Sequence[Node], sources: tuple[Node, ...], structure: str) -> Candidate:
+def _candidate(
+    operator: Callable[..., Any], nodes: Sequence[Node], sources: tuple[Node, ...], structure: str
+) -> Candidate:
     size = _bytes(nodes[0])
     traffic = size + sum(_bytes(source) for source in sources)
-    return Candidate(pattern, tuple(nodes), sources, structure, traffic * len(nodes), size)
+    return Candidate(operator, tuple(nodes), sources, structure, traffic * len(nodes), size)
 
 
 def _placeholder_of(codes: Node, static: StaticValues) -> Node:
@@ -116,11 +122,10 @@ def within_budget(
     taken = set()
     for index in order:
         item = candidates[index]
-        device = item.nodes[0].meta["val"].device
         if id(item) in kept:
             taken.add(index)
-        elif item.bytes <= left[device]:
-            left[device] -= item.bytes
+        elif item.bytes <= left[item.device]:
+            left[item.device] -= item.bytes
             taken.add(index)
     return taken
 
@@ -135,6 +140,15 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_of(graph: Graph) -> torch.device:
+    """The device that the graph computes on: the first accelerator found, else the CPU."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.device
+    return torch.device("cpu")
 
 
 def computation_of(candidate: Candidate) -> GraphModule:
@@ -158,7 +172,10 @@ def computation_of(candidate: Candidate) -> GraphModule:
 
 
 def take_out(graph: Graph, candidates: Sequence[Candidate]) -> list[torch.Tensor]:
-    """Replace the candidates by new placeholders after the last one; the fake tensors that stand for them."""
+    """Replace the candidates by new placeholders after the last one; the fake tensors that stand for them.
+
+    The nodes that computed them stay, unread: see `erase_unread`.
+    """
     last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
     values = []
     for index, candidate in enumerate(candidates):
@@ -173,16 +190,17 @@ def take_out(graph: Graph, candidates: Sequence[Candidate]) -> list[torch.Tensor
         values.append(value)
         for node in candidate.nodes:
             node.replace_all_uses_with(last)
-            _erase_unused(graph, node)
     return values
 
 
-def _erase_unused(graph: Graph, node: Node) -> None:
-    waiting = [node]
+def erase_unread(graph: Graph, candidates: Sequence[Candidate]) -> None:
+    """Erase what only computed the candidates."""
+    waiting = [node for candidate in candidates for node in candidate.nodes]
+    erased: set[Node] = set()
     while waiting:
         item = waiting.pop()
-        if item.op == "placeholder" or item.users or item._erased:
+        if item.op == "placeholder" or item.users or item in erased:
             continue
-        sources = item.all_input_nodes
+        waiting.extend(item.all_input_nodes)
+        erased.add(item)
         graph.erase_node(item)
-        waiting.extend(sources)

@@ -26,7 +26,6 @@ class Derivation:
     """How one derived tensor is computed, without saying from which tensors.
 
     Attributes:
-        pattern: the pattern that asked for it, "weight_dequant" or "cos_sin_cast".
         name: for people: which weight or table it comes from.
         structure: text that equal computations share.
         compute: the computation, a function of the sources.
@@ -35,7 +34,6 @@ class Derivation:
         shape, stride, dtype, device: of the result, as the compiled code expects it.
     """
 
-    pattern: str
     name: str
     structure: str
     compute: Callable[..., Tensor]
