@@ -8,8 +8,8 @@ import rope_fusion
 
 
 def store(cache: Tensor, k: Tensor, slots: Tensor) -> Tensor:
-    """Write ``k [tokens, heads, dim]`` into ``cache [blocks, block, heads, dim]`` and read the cache."""
-    cache.flatten(0, 1)[slots] = k
+    """Write ``k [tokens, heads, dim]`` into one half of ``cache [2, blocks, block, heads, dim]`` and read both."""
+    cache[0].flatten(0, 1)[slots] = k
     return cache.amax()
 
 
@@ -21,10 +21,10 @@ def count_nodes(graph: Graph) -> None:
 def main() -> None:
     """Compile with both passes and print the hits."""
     options = rope_fusion.inductor_options({"post_grad_custom_pre_pass": count_nodes}, numerics="exact")
-    cache, k, slots = torch.zeros(8, 16, 2, 64), torch.randn(3, 2, 64), torch.tensor([5, 17, 100])
+    cache, k, slots = torch.zeros(2, 8, 16, 2, 64), torch.randn(3, 2, 64), torch.tensor([5, 17, 100])
     with rope_fusion.record() as report:
         torch.compile(store, options=options)(cache, k, slots)
-    assert torch.equal(cache.flatten(0, 1)[slots], k)
+    assert torch.equal(cache[0].flatten(0, 1)[slots], k)
     print("hits:", report.hits)
 
 

@@ -103,6 +103,15 @@ class GraphReport:
         return {name: pattern.hits for name, pattern in self.patterns.items() if pattern.hits}
 
     @property
+    def closed_gates(self) -> dict[str, list[str]]:
+        """Sentence that closes a gate → the patterns that stay out because of it."""
+        gates: dict[str, list[str]] = {}
+        for name, pattern in self.patterns.items():
+            if pattern.gate:
+                gates.setdefault(pattern.gate, []).append(name)
+        return gates
+
+    @property
     def warning(self) -> str | None:
         """What a user should know: the pass failed, or nothing was fused although rotations were found."""
         if self.failures:
@@ -112,7 +121,7 @@ class GraphReport:
         reasons = [
             *(f"{name}: {sentence}" for name, p in self.patterns.items() for sentence in p.refusals),
             *self.near_misses,
-            *(f"{name}: {p.gate}" for name, p in self.patterns.items() if p.gate),
+            *(f"{', '.join(names)}: {sentence}" for sentence, names in self.closed_gates.items()),
         ]
         found = "1 rotation was" if self.rotations == 1 else f"{self.rotations} rotations were"
         return f"{found} found and none fused: " + (shorten_list(reasons) or "no pattern covers what surrounds them")
@@ -212,9 +221,9 @@ def _sentences(index: int, graph: GraphReport) -> str:
         f"{graph.nodes_before} → {graph.nodes_after} nodes, pass {graph.pass_ms:.1f} ms"
     )
     lines = [f"failed: {sentence}" for sentence in graph.failures]
+    for sentence, names in graph.closed_gates.items():
+        lines.append(f"{', '.join(names)} {'stays' if len(names) == 1 else 'stay'} out: {sentence}")
     for pattern, p in graph.patterns.items():
-        if p.gate:
-            lines.append(f"{pattern} stays out: {p.gate}")
         lines += [f"{pattern} refused{_times(count)}: {sentence}" for sentence, count in p.refusals.items()]
     lines += [f"near miss{_times(count)}: {sentence}" for sentence, count in graph.near_misses.items()]
     for entry in graph.derived:

@@ -29,15 +29,15 @@ from rope_fusion.testing import assert_hits, find_rotations
 HOOK = backend.HOOK
 
 
-def write_in_view(cache: Tensor, k: Tensor, slots: Tensor) -> Tensor:
-    """A cache write that Inductor alone would not perform in place, and a read after it."""
-    cache.view(-1, 2, 8)[slots] = k
+def write_joint(cache: Tensor, k: Tensor, slots: Tensor) -> Tensor:
+    """A write into the second half of a joint cache, which Inductor alone would do by copying all of it."""
+    cache[1].view(-1, 2, 8)[slots] = k
     return cache.sum()
 
 
 def cache_arguments() -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    return torch.zeros(4, 4, 2, 8), torch.randn(2, 2, 8), torch.tensor([3, 9])
+    return torch.zeros(2, 4, 4, 2, 8), torch.randn(2, 2, 8), torch.tensor([3, 9])
 
 
 class NotingPass(CustomGraphPass):
@@ -142,7 +142,7 @@ def test_inductor_options_put_the_pass_into_plain_inductor(notes: list[str]) -> 
     options = inductor_options({"epilogue_fusion": False, HOOK: NotingPass(notes, "given")}, numerics="exact")
     assert options["epilogue_fusion"] is False
     with rope_fusion.record() as report:
-        torch.compile(write_in_view, options=options)(*cache_arguments())
+        torch.compile(write_joint, options=options)(*cache_arguments())
     assert notes == ["given", "ours"]
     assert report.hits == {"kv_write_in_place": 1}
 
@@ -170,7 +170,7 @@ def test_wrong_inductor_options_say_what_to_do(settings: dict, ours: dict, sente
 def test_each_compiled_graph_reaches_the_recording_and_the_report_option() -> None:
     report = Report()
     options: dict[str, Any] = {"rope_fusion.report": report}
-    compiled = torch.compile(write_in_view, backend="rope_fusion", options=options)
+    compiled = torch.compile(write_joint, backend="rope_fusion", options=options)
     with rope_fusion.record() as recorded:
         compiled(*cache_arguments())
     assert report.hits == recorded.hits == {"kv_write_in_place": 1}
@@ -180,12 +180,12 @@ def test_each_compiled_graph_reaches_the_recording_and_the_report_option() -> No
 
 def test_compiling_leaves_nothing_among_inductors_counters() -> None:
     before = published()
-    torch.compile(write_in_view, backend="rope_fusion")(*cache_arguments())
+    torch.compile(write_joint, backend="rope_fusion")(*cache_arguments())
     assert published() == before
 
 
 def test_fixture_reports_what_the_test_compiles(rope_fusion_report: Report) -> None:
-    torch.compile(write_in_view, backend="rope_fusion")(*cache_arguments())
+    torch.compile(write_joint, backend="rope_fusion")(*cache_arguments())
     assert rope_fusion_report.hits == {"kv_write_in_place": 1}
 
 
@@ -251,13 +251,13 @@ def test_a_failing_pass_leaves_the_graph_unfused_and_warns_once(monkeypatch: pyt
     cache, k, slots = cache_arguments()
     with warnings.catch_warnings(record=True) as caught, rope_fusion.record() as report:
         warnings.simplefilter("always")
-        torch.compile(write_in_view, backend="rope_fusion")(cache, k, slots)
-    assert torch.equal(cache.view(-1, 2, 8)[slots], k)
+        torch.compile(write_joint, backend="rope_fusion")(cache, k, slots)
+    assert torch.equal(cache[1].view(-1, 2, 8)[slots], k)
     assert report.hits == {}
     assert "injected" in report.graphs[0].failures[0]
     assert len([warning for warning in caught if warning.category is RopeFusionWarning]) == 1
     with pytest.raises(Exception, match="injected"):
-        assert_hits(write_in_view, cache_arguments(), {}, options={"rope_fusion.strict": True})
+        assert_hits(write_joint, cache_arguments(), {}, options={"rope_fusion.strict": True})
 
 
 def test_dump_dir_gets_the_graphs_also_when_caches_are_warm(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_dump_dir_gets_the_graphs_also_when_caches_are_warm(tmp_path: Path) -> N
         for name in ("first", "second"):
             torch.compiler.reset()
             options: dict[str, Any] = {"rope_fusion.dump_dir": str(tmp_path / name)}
-            torch.compile(write_in_view, backend="rope_fusion", options=options)(*cache_arguments())
+            torch.compile(write_joint, backend="rope_fusion", options=options)(*cache_arguments())
     for name in ("first", "second"):
         (folder,) = (tmp_path / name).iterdir()
         assert {file.name for file in folder.iterdir()} == {"before.txt", "after.txt", "diff.txt"}
@@ -275,19 +275,19 @@ def test_dump_dir_gets_the_graphs_also_when_caches_are_warm(tmp_path: Path) -> N
 def test_assert_hits_takes_modules_and_functions() -> None:
     class Writer(torch.nn.Module):
         def forward(self, cache: Tensor, k: Tensor, *, slots: Tensor) -> Tensor:
-            return write_in_view(cache, k, slots)
+            return write_joint(cache, k, slots)
 
     cache, k, slots = cache_arguments()
     assert_hits(Writer(), (cache, k), {"kv_write_in_place": 1, "rope_kv": 0}, kwargs={"slots": slots})
-    assert torch.equal(cache.view(-1, 2, 8)[slots], k)
-    report = assert_hits(write_in_view, (cache, k, slots), {"kv_write_in_place": 1})
+    assert torch.equal(cache[1].view(-1, 2, 8)[slots], k)
+    report = assert_hits(write_joint, (cache, k, slots), {"kv_write_in_place": 1})
     assert report.graphs[0].hits == {"kv_write_in_place": 1}
 
 
 @pytest.mark.parametrize("expected", [{}, {"kv_write_in_place": 2}, {"kv_write_in_place": 1, "rope_kv": 1}])
 def test_assert_hits_shows_the_table_when_hits_differ(expected: dict[str, int]) -> None:
     with pytest.raises(AssertionError, match=r"got \{'kv_write_in_place': 1\}\n\n +graph +pattern"):
-        assert_hits(write_in_view, cache_arguments(), expected)
+        assert_hits(write_joint, cache_arguments(), expected)
 
 
 def test_find_rotations_names_the_last_node_of_each() -> None:
@@ -312,7 +312,7 @@ import sys, warnings, torch, torch._functorch.config
 sys.path.insert(0, sys.argv[2])
 warnings.simplefilter("always")
 import rope_fusion
-from test_backend import cache_arguments, rotated, rotation_arguments, write_in_view
+from test_backend import cache_arguments, rotated, rotation_arguments, write_joint
 torch._functorch.config.enable_autograd_cache = sys.argv[1] == "autograd"
 from rope_fusion.fusion_pass import FusionPass
 original = FusionPass.__call__
@@ -323,9 +323,9 @@ FusionPass.__call__ = noting
 how = {"options": rope_fusion.inductor_options()} if sys.argv[3] == "plain" else {"backend": "rope_fusion"}
 cache, k, slots = cache_arguments()
 with rope_fusion.record() as report:
-    torch.compile(write_in_view, **how)(cache, k, slots)
+    torch.compile(write_joint, **how)(cache, k, slots)
     torch.compile(rotated, **how)(*rotation_arguments())
-assert torch.equal(cache.view(-1, 2, 8)[slots], k)
+assert torch.equal(cache[1].view(-1, 2, 8)[slots], k)
 print(report.to_json())
 """
 

@@ -16,10 +16,10 @@ MODEL = """
 import torch
 
 def make():
-    cache = torch.zeros(4, 4, 2, 8)
+    cache = torch.zeros(2, 4, 4, 2, 8)
     slots = torch.tensor([3, 9])
     def write(k):
-        cache.view(-1, 2, 8)[slots] = k
+        cache[1].view(-1, 2, 8)[slots] = k
         return cache.sum()
     return write, (torch.ones(2, 2, 8),)
 

@@ -16,7 +16,7 @@ LAYERS = [
     {"testing"},
     {"backend"},
     {"fusion_pass", "derived"},
-    {"matcher"},
+    {"matcher", "verify"},
     {"catalog"},
     {"patterns"},
     {"canonical", "kernels", "pattern", "capability", "transaction"},
