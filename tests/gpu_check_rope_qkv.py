@@ -13,6 +13,7 @@ measured goes to $OUT/rope_qkv.json where OUT is set. overhead: what one call co
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -103,60 +104,72 @@ def poison_new_tensors() -> None:
     torch.empty_like = poisoned
 
 
+def checked_variants(seeds: int) -> list[tuple[Variant, LaunchParameters]]:
+    """Covering sets of variants, at sizes whose last program is partly filled, over the rows of the launch table."""
+    target = target_of(DEVICE)
+    cases: list[tuple[Variant, LaunchParameters]] = []
+    for seed in range(seeds):
+        for variant in covering(seed=seed):
+            if any(fp8 is not None and fp8_unsupported(target, fp8) for fp8 in (variant.q_fp8, E4M3)):
+                variant = replace(variant, q_fp8=None, cache="same")
+            batch, seq = variant.batch_seq
+            variant = replace(variant, batch_seq=(37, 1) if seq == 1 else (batch, 11 * seq))
+            tokens = 10 ** (1 + len(cases) % 5)
+            cases.append((variant, choose_parameters(tokens, *variant.heads, variant.dims[0])))
+    return cases
+
+
+def compile_checked(work: list[tuple[int, int]]) -> None:
+    """Fill Triton's cache on disk with kernels of the check; what fails here fails there again, and is reported."""
+    cases = checked_variants(work[0][0])
+    for _, index in work:
+        variant, parameters = cases[index]
+        call = make_call(variant, device=DEVICE)
+        with contextlib.suppress(Exception):
+            launch(*call.args, **call.options, parameters=parameters)
+
+
 def check(seeds: int) -> list[str]:
     """Names of the variants in which the kernel is wrong; the rate of differing FP8 bytes goes to the output."""
-    target = target_of(DEVICE)
     wrong: list[str] = []
     differing: dict[str, int] = {}
     compared: dict[str, int] = {}
+    cases = checked_variants(seeds)
+    compile_all(compile_checked, [(seeds, index) for index in range(len(cases))])
     original = torch.empty_like
     poison_new_tensors()
-    total = 0
-    for seed in range(seeds):
-        for index, variant in enumerate(covering(seed=seed)):
-            for fp8 in (variant.q_fp8, E4M3):
-                if fp8 is not None and fp8_unsupported(target, fp8):
-                    variant = replace(variant, q_fp8=None, cache="same")
-            # A size that fills several programs and not the last one.
-            batch, seq = variant.batch_seq
-            variant = replace(
-                variant, batch_seq=(batch, seq * 11 if seq > 1 else 1) if batch == 1 or seq > 1 else (37, 1)
-            )
-            call = make_call(variant, seed=1000 * seed + index, device=DEVICE)
-            eager, kernel = call.with_own_caches(), call.with_own_caches()
-            total += 1
-            try:
-                want = reference(*eager.args, **eager.options)
-                parameters = choose_parameters(10 ** (1 + index % 5), *variant.heads, variant.dims[0])
-                got = launch(*kernel.args, **kernel.options, parameters=parameters)
-                torch.cuda.synchronize()
-            except Exception as error:
-                wrong.append(f"{type(error).__name__}: {str(error)[-300:]}: {describe(variant)}")
-                continue
-            names = ("q", "k", "q_fp8", "k_cache", "v_cache")
-            pairs = zip(names, (*got, *kernel.caches), (*want, *eager.caches), strict=False)
-            for name, g, w in pairs:
-                if g.stride() != w.stride() or g.dtype != w.dtype:
-                    wrong.append(
-                        f"{name}: layout {g.stride()} {g.dtype} for {w.stride()} {w.dtype}: {describe(variant)}"
-                    )
-                elif g.numel():
-                    different = int((as_bits(g) != as_bits(w)).sum())
-                    kind = "exact" if call.options["exact"] else "fp8" if g.element_size() == 1 else "default"
-                    differing[kind] = differing.get(kind, 0) + different
-                    compared[kind] = compared.get(kind, 0) + as_bits(g).numel()
-                    if kind == "default":
-                        close = torch.allclose(g.double(), w.double(), rtol=2 * torch.finfo(g.dtype).eps, atol=1e-5)
-                        if not close:
-                            wrong.append(f"{name}: floats differ by more than a bit: {describe(variant)}")
-                    elif kind == "exact" and different:
-                        wrong.append(f"{name}: {different} of {g.numel()} elements: {describe(variant)}")
-                    elif kind == "fp8" and different > 1e-3 * g.numel():
-                        wrong.append(f"{name}: {different} of {g.numel()} FP8 bytes: {describe(variant)}")
+    for index, (variant, parameters) in enumerate(cases):
+        call = make_call(variant, seed=index, device=DEVICE)
+        eager, kernel = call.with_own_caches(), call.with_own_caches()
+        try:
+            want = reference(*eager.args, **eager.options)
+            got = launch(*kernel.args, **kernel.options, parameters=parameters)
+            torch.cuda.synchronize()
+        except Exception as error:
+            wrong.append(f"{type(error).__name__}: {str(error)[-300:]}: {describe(variant)}")
+            continue
+        names = ("q", "k", "q_fp8", "k_cache", "v_cache")
+        pairs = zip(names, (*got, *kernel.caches), (*want, *eager.caches), strict=False)
+        for name, g, w in pairs:
+            if g.stride() != w.stride() or g.dtype != w.dtype:
+                wrong.append(f"{name}: layout {g.stride()} {g.dtype} for {w.stride()} {w.dtype}: {describe(variant)}")
+            elif g.numel():
+                different = int((as_bits(g) != as_bits(w)).sum())
+                kind = "exact" if call.options["exact"] else "fp8" if g.element_size() == 1 else "default"
+                differing[kind] = differing.get(kind, 0) + different
+                compared[kind] = compared.get(kind, 0) + as_bits(g).numel()
+                if kind == "default":
+                    close = torch.allclose(g.double(), w.double(), rtol=2 * torch.finfo(g.dtype).eps, atol=1e-5)
+                    if not close:
+                        wrong.append(f"{name}: floats differ by more than a bit: {describe(variant)}")
+                elif kind == "exact" and different:
+                    wrong.append(f"{name}: {different} of {g.numel()} elements: {describe(variant)}")
+                elif kind == "fp8" and different > 1e-3 * g.numel():
+                    wrong.append(f"{name}: {different} of {g.numel()} FP8 bytes: {describe(variant)}")
     torch.empty_like = original
     for kind in compared:
         print(f"{kind}: {differing[kind]} of {compared[kind]} bytes differ ({differing[kind] / compared[kind]:.2e})")
-    print(f"{total} variants, {len(wrong)} wrong")
+    print(f"{len(cases)} variants, {len(wrong)} wrong")
     for line in wrong[:20]:
         print("  WRONG", line)
     return wrong
@@ -259,20 +272,19 @@ def neighbours(best: LaunchParameters) -> list[LaunchParameters]:
     ]
 
 
-def compile_in_worker(work: list[tuple[str, LaunchParameters]]) -> int:
+def compile_timed(work: list[tuple[str, LaunchParameters]]) -> None:
     """Fill Triton's cache on disk: a kernel is the same for any number of tokens."""
     for shape, parameters in work:
         call = sized(SHAPES[shape], 2)
         launch(*call.args, **call.options, parameters=parameters)
-    torch.cuda.synchronize()
-    return len(work)
 
 
-def compile_all(work: list[tuple[str, LaunchParameters]]) -> None:
+def compile_all(compile_some: Callable[[list[Any]], None], work: list[Any]) -> None:
+    """Share the compilation out to processes, each with its own part of `work`."""
     workers = min(max((os.cpu_count() or 2) - 1, 1), 14, len(work))
     if workers:
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            pool.map(compile_in_worker, [work[i::workers] for i in range(workers)])
+            pool.map(compile_some, [work[i::workers] for i in range(workers)])
 
 
 def time_all(shapes: list[str], token_counts: list[int], seconds: float) -> list[Timed]:
@@ -283,7 +295,7 @@ def time_all(shapes: list[str], token_counts: list[int], seconds: float) -> list
     timed: list[Timed] = []
     started = time.monotonic()
     grids = {shape: grid(SHAPES[shape], full=shape == shapes[0]) for shape in shapes}
-    compile_all([(shape, p) for shape in shapes for p in grids[shape]])
+    compile_all(compile_timed, [(shape, p) for shape in shapes for p in grids[shape]])
     print(f"{sum(map(len, grids.values()))} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
 
     def measure(shape: str, tokens: int, call: PreparedCall, floor: float, parameters: LaunchParameters) -> float:
@@ -313,7 +325,7 @@ def time_all(shapes: list[str], token_counts: list[int], seconds: float) -> list
                 print(f"    {us:8.2f}  {tuple(p)[:6]}")
             winners.append((shape, tokens, results[0][1]))
     more = [(shape, tokens, p, n) for shape, tokens, p in winners for n in neighbours(p)]
-    compile_all(list(dict.fromkeys((shape, n) for shape, _, _, n in more)))
+    compile_all(compile_timed, list(dict.fromkeys((shape, n) for shape, _, _, n in more)))
     print("one thing turned over: shape, tokens, best, then packed, dependent, contract, kv/2, kv*2, wide")
     for shape, tokens, best in winners:
         if time.monotonic() > deadline:
