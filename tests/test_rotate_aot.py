@@ -69,10 +69,7 @@ def compiled(target: Target, shape: tuple[int, int, int, int], rule: int, **how:
             options["scales"] = torch.empty(1, 64, heads, width // 128, device="meta")
     call = prepare(x, *angles, positions, rotary, out, rounded=dtype, shape=LAUNCHES[rule], **options)
     arguments = (*call.pointers, *call.numbers)
-    launch_options = call.variant.options
-    if target.backend == "hip":
-        launch_options = {name: value for name, value in launch_options.items() if name != "launch_pdl"}
-    return compile_kernel(target, rotate_kernel, arguments, call.variant.constexprs, launch_options)
+    return compile_kernel(target, rotate_kernel, arguments, call.variant.constexprs, call.variant.options)
 
 
 def chosen() -> list[Any]:

@@ -300,7 +300,9 @@ def variant_of(spec: Spec, shape: Launch) -> Variant:
         "DEPENDENT": shape.dependent,
     }
     # a fused multiply-add would skip a rounding that eager does
-    options = {"num_warps": shape.warps, "enable_fp_fusion": not rotary.exact, "launch_pdl": shape.dependent}
+    options: dict[str, Any] = {"num_warps": shape.warps, "enable_fp_fusion": not rotary.exact}
+    if shape.dependent:  # an option of the CUDA backend alone
+        options["launch_pdl"] = True
     return Variant(constexprs, options)
 
 
