@@ -3,49 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from derived_harness import FP8, Harness, QuantisedLinear, inputs
 from torch import Tensor, nn
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rope_fusion.derived import describe_inputs, hoisting_compile
+from rope_fusion.derived import hoisting_compile
 from rope_fusion.derived.store import DerivedStore, process_store
 from rope_fusion.options import Options
 from rope_fusion.report import GraphReport
-
-FP8 = torch.float8_e4m3fn
-CAST = torch.ops.prims.convert_element_type.default
-
-
-class QuantisedLinear(nn.Module):
-    """A block-scaled FP8 linear that dequantises its weight in every call."""
-
-    def __init__(self, rows: int = 32, columns: int = 32, block: int = 16) -> None:
-        super().__init__()
-        self.block = block
-        self.weight = nn.Parameter(torch.randn(rows, columns).to(FP8), requires_grad=False)
-        grid = torch.rand(-(-rows // block), -(-columns // block)) + 0.5
-        self.weight_scale_inv = nn.Parameter(grid, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.weight_scale_inv.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
-        return F.linear(x, (self.weight.float() * scale).to(x.dtype))
-
-
-def dequantised(layer: QuantisedLinear, dtype: torch.dtype) -> Tensor:
-    """With the first block's scale for the whole weight."""
-    return (layer.weight.float() * layer.weight_scale_inv[0, 0]).to(dtype)
 
 
 @torch.library.custom_op("rope_fusion_tests::opaque_rotary", mutates_args=())
@@ -71,68 +45,10 @@ class Attention(nn.Module):
         return opaque_rotary(x, self.table.to(x.dtype))
 
 
-class Harness:
-    """A backend with derived tensors whose graphs are run by their eager operators, so that no code is generated."""
-
-    def __init__(self, generate: bool = False, **options: Any) -> None:
-        self.options = Options(**options)
-        self.store = DerivedStore()
-        self.reports: list[GraphReport] = []
-        self.graphs: list[GraphModule] = []
-        self.extras: list[int] = []
-        self._generate = generate
-
-    def compile(self, module: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-        return torch.compile(module, backend=self._backend, **settings)
-
-    def _backend(self, gm: GraphModule, example_inputs: list[Any]) -> Any:
-        self.reports.append(GraphReport())
-        inner = functools.partial(
-            hoisting_compile,
-            next_compile=self._next,
-            options=self.options,
-            report=self.reports[-1],
-            inputs=describe_inputs(gm, example_inputs),
-            store=self.store,
-        )
-        return compile_fx(gm, example_inputs, inner_compile=inner)
-
-    def _next(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
-        self.graphs.append(gm)
-        self.extras.append(len(kwargs["static_input_idxs"]))
-        if self._generate:
-            return compile_fx_inner(gm, example_inputs, **kwargs)
-
-        def run(arguments: list[Any]) -> Any:
-            return gm(*arguments)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    @property
-    def hits(self) -> dict[str, int]:
-        total: dict[str, int] = {}
-        for report in self.reports:
-            for name, count in report.hits.items():
-                total[name] = total.get(name, 0) + count
-        return total
-
-    @property
-    def refusals(self) -> list[str]:
-        return [s for report in self.reports for pattern in report.patterns.values() for s in pattern.refusals]
-
-    def casts_left(self) -> int:
-        return sum(node.target is CAST for graph in self.graphs for node in graph.graph.nodes)
-
-
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def inputs(columns: int = 32, tokens: int = 4) -> Tensor:
-    return torch.randn(tokens, columns, dtype=torch.bfloat16)
 
 
 # --------------------------------------------------------------------------------------- taking it out
@@ -195,12 +111,12 @@ def test_equal_tables_of_different_layers_are_kept_apart_and_reported():
 def test_a_contiguous_copy_of_the_transposed_weight_is_derived_as_such():
     class Transposed(QuantisedLinear):
         def forward(self, x: Tensor) -> Tensor:
-            return x @ dequantised(self, x.dtype).t().contiguous()
+            return x @ self.dequantised(x.dtype).t().contiguous()
 
     module, harness, x = Transposed(), Harness(), inputs()
     assert torch.equal(harness.compile(module)(x), module(x))
     (entry,) = harness.store.entries()
-    assert torch.equal(entry.value, dequantised(module, x.dtype).t())
+    assert torch.equal(entry.value, module.dequantised(x.dtype).t())
     assert entry.value.is_contiguous()
 
 
@@ -211,7 +127,7 @@ def test_weights_joined_before_one_product_are_derived_joined():
             self.q, self.k = QuantisedLinear(), QuantisedLinear()
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, torch.cat([dequantised(self.q, x.dtype), dequantised(self.k, x.dtype)]))
+            return F.linear(x, torch.cat([self.q.dequantised(x.dtype), self.k.dequantised(x.dtype)]))
 
     module, harness, x = Joined(), Harness(), inputs()
     assert torch.equal(harness.compile(module)(x), module(x))
@@ -221,7 +137,7 @@ def test_weights_joined_before_one_product_are_derived_joined():
 def test_derived_inputs_are_static_inputs():
     harness = Harness()
     harness.compile(QuantisedLinear())(inputs())
-    assert harness.extras == [3]  # codes, scale, derived weight
+    assert harness.static_inputs == [3]  # codes, scale, derived weight
 
 
 def test_the_number_of_tokens_may_be_dynamic():
@@ -250,7 +166,7 @@ def test_works_under_inference_mode():
 
 def test_refuses_a_graph_compiled_for_training_and_says_so():
     module, harness = QuantisedLinear(), Harness()
-    module.weight_scale_inv.requires_grad_(True)
+    module.scale.requires_grad_(True)
     with torch.enable_grad():
         harness.compile(module)(inputs()).sum().backward()
     assert harness.hits == {}
@@ -298,7 +214,7 @@ def test_refuses_a_weight_that_the_graph_writes():
     class Writes(QuantisedLinear):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
-            self.weight_scale_inv.mul_(2)
+            self.scale.mul_(2)
             return y
 
     module, harness, x = Writes(), Harness(), inputs()
@@ -364,7 +280,7 @@ def test_a_second_graph_of_the_same_model_needs_no_further_budget():
 def test_one_graph_called_with_many_models_respects_the_budget_and_stays_right():
     modules, harness, x = [QuantisedLinear() for _ in range(4)], Harness(derived_budget=2 * 2048), inputs()
     for module in modules:
-        module.forward = torch.compile(module.forward, backend=harness._backend)  # type: ignore[method-assign]
+        module.forward = torch.compile(module.forward, backend=harness.backend)  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -392,7 +308,7 @@ def test_one_graph_serves_many_models_without_computing_again():
 
 def test_two_modules_with_a_common_parameter_share_the_derived_tensor():
     first, second, harness, x = QuantisedLinear(), QuantisedLinear(), Harness(), inputs()
-    second.weight, second.weight_scale_inv = first.weight, first.weight_scale_inv
+    second.weight, second.scale = first.weight, first.scale
     for module in (first, second):
         torch._dynamo.reset()
         assert torch.equal(harness.compile(module)(x), first(x))
@@ -405,7 +321,7 @@ def test_tied_weights_are_derived_once():
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = QuantisedLinear(), QuantisedLinear()
-            self.b.weight, self.b.weight_scale_inv = self.a.weight, self.a.weight_scale_inv
+            self.b.weight, self.b.scale = self.a.weight, self.a.scale
 
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x))
@@ -479,7 +395,7 @@ def test_nothing_leaks_over_a_hundred_compilations():
         compiled = hoisting_compile(
             gm,
             [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"],
-            next_compile=Harness()._next,
+            next_compile=Harness().compile_inner,
             options=Options(),
             report=GraphReport(),
             store=store,
@@ -519,7 +435,7 @@ def test_the_store_of_the_process_is_one():
 
 
 def test_threads_compute_a_value_once_and_never_read_it_torn():
-    module, harness, x = QuantisedLinear(64, 64), Harness(freshness_interval=0), inputs(64)
+    module, harness, x = QuantisedLinear(64, 64), Harness(freshness_interval=0), inputs(columns=64)
     compiled = harness.compile(module)
     compiled(x)
     (entry,) = harness.store.entries()

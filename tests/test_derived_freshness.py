@@ -3,62 +3,32 @@
 from __future__ import annotations
 
 import copy
-import functools
+import ctypes
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from derived_harness import FP8, Harness, QuantisedLinear, inputs
 from torch import Tensor, nn
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 import rope_fusion
-from rope_fusion._torch import CustomGraphPass
-from rope_fusion.derived import describe_inputs, hoisting_compile
-from rope_fusion.derived.store import DerivedStore, process_store
-from rope_fusion.options import Options
-from rope_fusion.report import GraphReport, RopeFusionWarning
-
-FP8 = torch.float8_e4m3fn
+from rope_fusion.derived.store import process_store
+from rope_fusion.report import RopeFusionWarning
 
 
-class QuantisedLinear(nn.Module):
-    """An FP8 linear with a scale per row that dequantises its weight in every call."""
+class Compiled(Harness):
+    """A module compiled with derived tensors, beside the module itself."""
 
-    def __init__(self, rows: int = 32, columns: int = 32) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, columns).to(FP8), requires_grad=False)
-        self.scale = nn.Parameter(torch.rand(rows, 1) + 0.5, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, (self.weight.float() * self.scale).to(x.dtype))
-
-
-class _Identity(CustomGraphPass):
-    """A pass that does nothing but give the compilation an identity of its own in Inductor's caches."""
-
-    def __call__(self, graph: Graph) -> None:
-        pass
-
-    def uuid(self) -> str:
-        return "rope_fusion tests"
-
-
-class Compiled:
-    """A module compiled with derived tensors; without `generate` its graph is run by eager operators."""
-
-    def __init__(self, module: nn.Module, *, generate: bool = False, dynamic: bool = False, **options: Any) -> None:
+    def __init__(self, module: Callable[..., Any], *, dynamic: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
         self.module = module
-        self.report = GraphReport()
-        self.store = DerivedStore()
-        self._options, self._generate = Options(**options), generate
-        self._function = torch.compile(module, backend=self._backend, dynamic=dynamic)
+        self.function = self.compile(module, dynamic=dynamic)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._function(x)
+        return self.function(x)
 
     def agrees(self, x: Tensor) -> bool:
         expected = self.module(x)
@@ -66,34 +36,11 @@ class Compiled:
             return torch.allclose(self(x), expected, rtol=3e-2, atol=3e-2 * float(expected.abs().max()))
         return torch.equal(self(x), expected)
 
-    def _backend(self, gm: GraphModule, example_inputs: list[Any]) -> Any:
-        inner = functools.partial(
-            hoisting_compile,
-            next_compile=compile_fx_inner if self._generate else self._run_eagerly,
-            options=self._options,
-            report=self.report,
-            inputs=describe_inputs(gm, example_inputs),
-            store=self.store,
-        )
-        patches = {"post_grad_custom_pre_pass": _Identity()}
-        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
-
-    def _run_eagerly(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
-        def run(arguments: list[Any]) -> Any:
-            return gm(*arguments)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
 
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def inputs(tokens: int = 4) -> Tensor:
-    return torch.randn(tokens, 32, dtype=torch.bfloat16)
 
 
 # ------------------------------------------------------------------------- writes that a counter or an address shows
@@ -188,7 +135,7 @@ def test_the_next_call_sees(update: Callable[[Any], None], dynamic: bool, mode: 
     update(module)
     with mode():
         assert compiled.agrees(inputs())
-    assert compiled.report.hits == {"weight_dequant": 1}
+    assert compiled.hits == {"weight_dequant": 1}
 
 
 @pytest.mark.parametrize("update", SEEN)
@@ -249,12 +196,12 @@ def test_a_module_that_is_copied_has_its_own_values():
         return module(x)
 
     module = QuantisedLinear()
-    compiled = Compiled(call)  # type: ignore[arg-type]
+    compiled = Compiled(call)
     twin = copy.deepcopy(module)
     twin.scale.mul_(2)
     x = inputs()
     for one in (module, twin, module, twin):
-        assert torch.equal(compiled._function(one, x), one(x))
+        assert torch.equal(compiled.function(one, x), one(x))
 
 
 # ------------------------------------------------------------------------------- writes that nothing shows
@@ -270,8 +217,6 @@ def write_through_numpy(module: QuantisedLinear) -> None:
 
 def write_from_elsewhere(module: QuantisedLinear) -> None:
     """As a foreign kernel does: through the address."""
-    import ctypes
-
     ctypes.memset(module.weight.data_ptr(), 0x30, module.weight.numel())
 
 
@@ -286,8 +231,7 @@ UNSEEN = [copy_into_data, write_through_numpy, write_from_elsewhere]
 @pytest.mark.parametrize("update", UNSEEN)
 def test_invalidate_refreshes_what_no_counter_shows(update: Callable[[Any], None]):
     module = QuantisedLinear()
-    compiled = Compiled(module, freshness_interval=0)
-    compiled.store = process_store()
+    compiled = Compiled(module, freshness_interval=0, store=process_store())
     assert compiled.agrees(inputs())
     update(module)
     assert not compiled.agrees(inputs())  # the reason for invalidate
@@ -298,8 +242,7 @@ def test_invalidate_refreshes_what_no_counter_shows(update: Callable[[Any], None
 @pytest.mark.parametrize("target", [lambda module: module.weight, lambda module: [module.scale, module.weight]])
 def test_invalidate_takes_tensors(target: Callable[[Any], Any]):
     module = QuantisedLinear()
-    compiled = Compiled(module, freshness_interval=0)
-    compiled.store = process_store()
+    compiled = Compiled(module, freshness_interval=0, store=process_store())
     compiled(inputs())
     copy_into_data(module)
     rope_fusion.invalidate(target(module))
@@ -309,15 +252,14 @@ def test_invalidate_takes_tensors(target: Callable[[Any], Any]):
 def test_invalidate_computes_at_once_and_in_place():
     """A CUDA graph that the user captured replays without calling the compiled function."""
     module = QuantisedLinear()
-    compiled = Compiled(module)
-    compiled.store = process_store()
+    compiled = Compiled(module, store=process_store())
     compiled(inputs())
     (entry,) = [entry for entry in process_store().entries() if entry.tensors[0]() is module.weight]
     value, address = entry.value, entry.value.data_ptr()
     copy_into_data(module)
     rope_fusion.invalidate(module)
     assert value.data_ptr() == address
-    assert torch.equal(value, (module.weight.float() * module.scale).bfloat16())
+    assert torch.equal(value, module.dequantised(torch.bfloat16))
 
 
 def test_invalidate_refuses_what_holds_no_tensors_and_says_what_it_takes():
@@ -392,7 +334,7 @@ def test_a_warm_cache_neither_loses_nor_stales_derived_tensors(update: Callable[
             module = QuantisedLinear()
             compiled = Compiled(module, generate=True)
             assert compiled.agrees(inputs())
-            assert compiled.report.hits == {"weight_dequant": 1}
+            assert compiled.hits == {"weight_dequant": 1}
             assert counters["inductor"]["fxgraph_cache_hit"] == run
             assert counters["aot_autograd"]["autograd_cache_hit"] == 0
             update(module)
@@ -409,8 +351,8 @@ def test_a_run_that_refuses_derivations_leaves_no_cache_entry_for_one_that_takes
     counters.clear()
 
     class Keyed(Compiled):
-        def _run_eagerly(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
-            run = super()._run_eagerly(gm, example_inputs, **kwargs)
+        def compile_inner(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+            run = super().compile_inner(gm, example_inputs, **kwargs)
             run._fx_graph_cache_key = "as Inductor's own"
             return run
 
