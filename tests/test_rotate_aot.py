@@ -49,7 +49,7 @@ def compiled(target: Target, shape: tuple[int, int, int, int], rule: int, **how:
     heads, width, start, dim = shape
     dtype, in_place, quantise = how.get("dtype", BF16), how.get("in_place", False), how.get("quant")
     x = torch.empty(1, 64, heads, width, dtype=dtype, device="meta")
-    angles = torch.empty(1024, dim, dtype=torch.float32, device="meta").chunk(2, 1)
+    table = torch.empty(1024, dim, dtype=torch.float32, device="meta")
     positions = torch.empty(64, dtype=torch.int64, device="meta")
     rotary = Rotary(
         how.get("interleaved", True), how.get("inverse", True), how.get("halves_out", False), dim, start, dtype,
@@ -67,7 +67,17 @@ def compiled(target: Target, shape: tuple[int, int, int, int], rule: int, **how:
         else:
             options["quant"] = GroupFp8(known[0], 128, 1e-4, True)
             options["scales"] = torch.empty(1, 64, heads, width // 128, device="meta")
-    call = prepare(x, *angles, positions, rotary, out, rounded=dtype, shape=LAUNCHES[rule], **options)
+    call = prepare(
+        x,
+        table[:, : dim // 2],
+        table[:, dim // 2 :],
+        positions,
+        rotary,
+        out,
+        rounded=dtype,
+        shape=LAUNCHES[rule],
+        **options,
+    )
     arguments = (*call.pointers, *call.numbers)
     return compile_kernel(target, rotate_kernel, arguments, call.variant.constexprs, call.variant.options)
 
