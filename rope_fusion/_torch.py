@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch._dynamo.utils import counters, detect_fake_mode
+from torch._guards import TracingContext
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -45,6 +46,7 @@ __all__ = [
     "MultiOutputPattern",
     "PatternExpr",
     "PatternMatcherPass",
+    "TracingContext",
     "auto_functionalized",
     "auto_functionalized_v2",
     "counters",

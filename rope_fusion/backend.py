@@ -18,6 +18,7 @@ from rope_fusion.derived import describe_inputs, hoisting_compile
 from rope_fusion.fusion_pass import FusionPass
 from rope_fusion.options import PREFIX, RopeFusionOptionError, make_options, parse
 from rope_fusion.report import GraphReport, deliver, publish, publish_and_warn, published, take, warn_unfused
+from rope_fusion.verify import verifying_compile
 
 HOOK = "post_grad_custom_pre_pass"
 
@@ -77,11 +78,17 @@ def rope_fusion(
     # What plain torch.compile does with mode and options (names, types, modes), in whatever torch version this is.
     patches = torch._TorchCompileInductorWrapper(mode or ours.mode, settings, dynamic).config
     users = patches.get(HOOK, getattr(inductor_config, HOOK))
-    patches[HOOK] = _after(users, FusionPass(ours, publish))
+    fusion = FusionPass(ours, publish)
+    patches[HOOK] = _after(users, fusion)
     derived = GraphReport()
+    compile_graph: Callable[..., Any] = compile_fx_inner
+    if fusion.self_check is not None:
+        compile_graph = functools.partial(
+            verifying_compile, next_compile=compile_fx_inner, self_check=fusion.self_check, unfused_settings={HOOK: users}
+        )
     inner_compile = functools.partial(
         hoisting_compile,
-        next_compile=compile_fx_inner,
+        next_compile=compile_graph,
         options=ours,
         report=derived,
         inputs=describe_inputs(gm, example_inputs),
@@ -93,9 +100,10 @@ def rope_fusion(
     finally:
         graphs = take(before)
         warn_unfused(graphs)
-        if derived.patterns:
-            graphs = graphs or [GraphReport()]
+        if graphs:
             graphs[0].merge(derived)
+        elif derived.derived:
+            graphs = [derived]
         deliver(graphs)
         if ours.report is not None:
             ours.report.graphs.extend(graphs)
@@ -126,9 +134,12 @@ def inductor_options(settings: Mapping[str, Any] | None = None, **rope_fusion_op
     for name, instead in (("report", "use rope_fusion.record()"), ("mode", "give Inductor's settings instead")):
         if rope_fusion_options.get(name) is not None:
             raise RopeFusionOptionError(f'option {PREFIX}{name} needs backend="rope_fusion"; {instead}')
+    options = make_options(rope_fusion_options)
+    if options.verify != "off":
+        raise RopeFusionOptionError(f'option {PREFIX}verify needs backend="rope_fusion", which calls what it checks')
     patches = dict(settings or {})
     users = patches.get(HOOK, getattr(inductor_config, HOOK))
-    patches[HOOK] = _after(users, FusionPass(make_options(rope_fusion_options), publish_and_warn))
+    patches[HOOK] = _after(users, FusionPass(options, publish_and_warn))
     return patches
 
 

@@ -36,6 +36,7 @@ from rope_fusion.kernels import rope_by_layer
 from rope_fusion.matcher import PatternRunner
 from rope_fusion.options import Options
 from rope_fusion.report import GraphReport, RopeFusionWarning, publish
+from rope_fusion.verify import SelfCheck
 from rope_fusion.transaction import GraphTransaction
 
 aten = torch.ops.aten
@@ -51,6 +52,7 @@ class FusionPass(CustomGraphPass):
     """
 
     def __init__(self, options: Options, on_report: Callable[[GraphReport], None] = publish) -> None:
+        self.self_check = SelfCheck(options) if options.verify != "off" else None
         self.options = options
         self._on_report = on_report
 
@@ -126,13 +128,19 @@ class FusionPass(CustomGraphPass):
         if hits:
             finish_layer_writes(graph, emitter, {write.node.name: write for write in engine.layer_writes})
             engine.finish(graph)
+            if self.self_check is not None:
+                self.self_check.observe(graph, transaction)
             graph.eliminate_dead_code()
             stable_topological_sort(graph)
             _drop_unread_outputs(graph, fake_mode)
         return hits
 
     def uuid(self) -> Any:
-        """Everything that a compiled graph depends on through this pass."""
+        """Everything that a compiled graph depends on through this pass; None keeps it out of caches."""
+        if self.self_check is not None:
+            return None  # a graph that comes from a cache was not seen, so it could not be checked
+        if self.options.dump_dir is not None:
+            return None  # nor written
         return _fingerprint(self.options)
 
 

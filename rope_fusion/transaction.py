@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_flatten
 
 
 class GraphTransaction:
@@ -22,6 +24,18 @@ class GraphTransaction:
     @property
     def original_nodes(self) -> list[Node]:
         return [node for node, _, _ in self._saved]
+
+    def rewired(self) -> Iterator[tuple[Node, Node, Node]]:
+        """Where an original node reads another value now: (reader, what it read, what it reads)."""
+        alive = set(self._graph.nodes)
+        for node, args, kwargs in self._saved:
+            if node not in alive:
+                continue
+            before, _ = tree_flatten((args, kwargs))
+            after, _ = tree_flatten((node.args, node.kwargs))
+            for old, new in zip(before, after, strict=True):
+                if isinstance(old, Node) and isinstance(new, Node) and old is not new:
+                    yield node, old, new
 
     def roll_back(self) -> None:
         """Put the graph back, node for node."""

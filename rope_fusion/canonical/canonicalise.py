@@ -485,10 +485,12 @@ class Canonicaliser:
             return node
         batch, sequence = like.meta["val"].shape[:2]
         heads, dim = node.meta["val"].shape[2:]
-        if isinstance(sequence, int):
-            return self._emit.call(aten.reshape.default, node, [-1, sequence, heads, dim])
-        size = batch if isinstance(batch, int) else self._emit.call(aten.sym_size.int, like, 0)
-        return self._emit.call(aten.reshape.default, node, [size, -1, heads, dim])
+        # no -1, which has no meaning where a size is zero
+        sizes = [
+            size if isinstance(size, int) else self._emit.call(aten.sym_size.int, like, at)
+            for at, size in enumerate((batch, sequence))
+        ]
+        return self._emit.call(aten.reshape.default, node, [*sizes, heads, dim])
 
     @staticmethod
     def _heads(write: CacheWrite, like: Node | None) -> Any:

@@ -171,6 +171,8 @@ def _split_offset(node: Node) -> int | None:
     rank = source.meta["val"].dim()
     if dim % rank != rank - 1:  # type: ignore[operator]
         return None
+    if index < 0:
+        index += len(split.meta["val"])
     if isinstance(sizes, int):
         return sizes * index
     if isinstance(sizes, (list, tuple)) and all(isinstance(size, int) for size in sizes):

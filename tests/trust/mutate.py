@@ -6,6 +6,8 @@ from does.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,9 +57,23 @@ def mutate(gm: GraphModule, choices: Choices, tries: int = 40) -> tuple[GraphMod
     return None
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Fake tensors log every operator that fails; here most failures are perturbations that make no sense."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def refresh(gm: GraphModule, start: Node) -> bool:
     """Compute the fake values of `start` and all that follows; False where that fails or changes what the graph returns."""
     fake_mode = detect_fake_mode([node.meta["val"] for node in gm.graph.nodes if "val" in node.meta])
+    shapes = fake_mode.shape_env
+    known = dict(shapes.replacements) if shapes is not None else {}
     changed = {start}
     for node in gm.graph.nodes:
         if node not in changed and not any(source in changed for source in node.all_input_nodes):
@@ -71,13 +87,14 @@ def refresh(gm: GraphModule, start: Node) -> bool:
             continue
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
         try:
-            with fake_mode, torch.no_grad():
+            with _quiet(), fake_mode, torch.no_grad():
                 value = node.target(*args, **kwargs)
         except Exception:
             return False
         node.meta["val"] = value
         changed.add(node)
-    return True
+    # a perturbation that fixes a symbolic size makes another program than the one that guards let in
+    return shapes is None or known == dict(shapes.replacements)
 
 
 Perturbation = tuple[Any, tuple[Any, ...], dict[str, Any], str]
@@ -138,4 +155,5 @@ def _alike(other: Node, value: Node) -> bool:
     first, second = other.meta.get("val"), value.meta.get("val")
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
-    return first.shape == second.shape and first.dtype == second.dtype
+    # as text, because comparing symbolic sizes would add guards
+    return str(first.shape) == str(second.shape) and first.dtype == second.dtype

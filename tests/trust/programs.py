@@ -130,8 +130,7 @@ class ProgramBuilder:
         self.batch = 1 if self.layout == "thd" else c.pick([1, 2, 3])
         most = CAPACITY // self.batch
         sequence = c.pick([3, 1, 2, 5, 4, 0 if c.flag(20) else 6])
-        dynamic = sequence > 1 and c.flag(20)
-        self.dynamic = dynamic
+        dynamic = sequence > 1 and c.flag(10)
         sequence = min(sequence, most)
         self.q_heads, self.k_heads = c.pick([(2, 2), (4, 2), (3, 1), (1, 1), (6, 2)])
         self.dim = c.pick([8, 16, 4, 10, 6, 2])

@@ -49,7 +49,7 @@ class Soak:
             outcome = check()
         except Exception as error:
             self.count["failed"] += 1
-            print(f"\\n==== {kind} {name}\\n{describe()}")
+            print(f"\n==== {kind} {name}\n{describe()}")
             print("".join(traceback.format_exception(error)[-6:])[-3000:], flush=True)
             return False
         self.hits.update(outcome.hits)
@@ -97,7 +97,7 @@ class Soak:
         self.case(
             "mutations",
             seed,
-            lambda: f"{what}\\n{program.describe()}\\n{graph.graph}",
+            lambda: f"{what}\n{program.describe()}\n{graph.graph}",
             lambda: check_captured([call], self.options, exact=self.exact),
         )
 
