@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from rope_fusion.canonical.records import CacheWrite, Fp8Quantisation, LayerWrit
 from rope_fusion.canonical.values import ValueNumbering
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,7 +55,7 @@ class Findings:
 
 @dataclass
 class Canonicalised:
-    """What was emitted: for each node that took over a value, the node it took it from and the canonical operator it reads."""
+    """What was emitted: for each node that took over a value, whose value that was and the operator that it reads."""
 
     origin: dict[Node, tuple[Node, Node]] = field(default_factory=dict)
     near_misses: list[str] = field(default_factory=list)
@@ -111,14 +112,15 @@ class Canonicaliser:
         self._taken: set[Node] = set()  # outs of rotations and nodes of writes that are emitted
         self._canonical_of: dict[Node, tuple[Node, str]] = {}  # rotation out -> (canonical 4-D value, roles)
         self._quantised = self._group_quantisations()
+        self._write_of: dict[Node, CacheWrite | LayerWrite] = {}  # rotation out -> the write that stores it
         # read before emission moves users: the views that lead from the whole cache to the part a write goes into
         self._views_of = {w.node: climb(w.node.args[0])[1] for w in findings.writes if w.call is None}  # type: ignore[arg-type]
         self._new_cache: dict[Node, Node] = {}  # result of an emitted write -> the canonical value of the whole cache
 
     def run(self, rotations: bool) -> Canonicalised:
-        """Emit `kv_write` for every cache write and, if `rotations`, `rotary_qk` and `quantize_fp8` for what was found."""
+        """Emit `kv_write` for every cache write and, if `rotations`, `rotary_qk` and `quantize_fp8`."""
         oriented = self._orient() if rotations else {}
-        write_of: dict[Node, CacheWrite | LayerWrite] = {}
+        write_of = self._write_of
         for write in (*self._findings.writes, *self._findings.layer_writes):
             source = self._rotation_of_value(write, oriented)
             if source is not None:
@@ -150,8 +152,13 @@ class Canonicaliser:
 
     def _rotation_refusal(self, rotation: Rotation) -> str | None:
         x, out = rotation.x.meta["val"], rotation.out.meta["val"]
-        if x.dtype not in FLOAT_DTYPES or out.dtype != x.dtype:
-            return f"it takes {x.dtype} to {out.dtype}; the fused operators keep float32, bfloat16 or float16"
+        if x.dtype not in FLOAT_DTYPES or out.dtype not in (x.dtype, torch.float32):
+            return (
+                f"it takes {x.dtype} to {out.dtype}; "
+                "the fused operators take float32, bfloat16 or float16 to the same dtype or float32"
+            )
+        if self._exact and out.dtype != x.dtype:
+            return f"Inductor has removed the rounding of its result to {x.dtype}, which exact numerics must reproduce"
         if rotation.cos.negated:
             return "its cos is negated"
         if self._exact and rotation.math_dtype is None:
@@ -195,7 +202,8 @@ class Canonicaliser:
             partner = self._partner(oriented[k_out], [o for o in oriented.values() if o.rotation.out not in write_of])
             if partner is None:
                 self._result.near_misses.append(
-                    f"rotation of k at {name_of(k_out)} is written to the cache, but no rotation of a q shares its cos and sin"
+                    f"rotation of k at {name_of(k_out)} is written to the cache, "
+                    "but no rotation of a q shares its cos and sin"
                 )
                 continue
             self._emit_rotary(partner, oriented[k_out])
@@ -226,7 +234,8 @@ class Canonicaliser:
     def _share_operator(self, a: _Oriented, b: _Oriented) -> bool:
         ra, rb = a.rotation, b.rotation
         return (
-            a.attributes == b.attributes
+            self._shared_attributes(a, b) is not None
+            and ra.x.meta["val"].dtype == rb.x.meta["val"].dtype
             and ra.full_width == rb.full_width
             and ra.width == rb.width
             and (ra.cos.offset, ra.cos.part, ra.sin.offset, ra.sin.part)
@@ -236,6 +245,31 @@ class Canonicaliser:
             and self._numbering.same(ra.cos.node, rb.cos.node)
             and self._numbering.same(ra.sin.node, rb.sin.node)
         )
+
+    def _shared_attributes(self, a: _Oriented, b: _Oriented) -> RotaryAttributes | None:
+        """Attributes under which both can be computed.
+
+        One may end in float32 (Inductor removes a rounding that a conversion back follows) and the other not: then
+        neither is rounded in the operator, if rounding later, on the way into the cache or to other readers, gives the
+        same.
+        """
+        ours, theirs = a.attributes, b.attributes
+        if ours == theirs:
+            return ours
+        wide = replace(ours, out_dtype=torch.float32)
+        if wide != replace(theirs, out_dtype=torch.float32):
+            return None
+        return wide if self._may_round_later(a) and self._may_round_later(b) else None
+
+    def _may_round_later(self, member: _Oriented) -> bool:
+        out = member.rotation.out
+        dtype = out.meta["val"].dtype
+        if dtype == torch.float32:
+            return True
+        write = self._write_of.get(out)
+        if out in self._quantised or isinstance(write, LayerWrite):
+            return False
+        return write is None or (write.quantisation is None and write.base.meta["val"].dtype == dtype)
 
     def _emit_rotary(self, q: _Oriented, k: _Oriented | None) -> None:
         operands = self._operands(q)
@@ -249,6 +283,8 @@ class Canonicaliser:
             )
             return
         members = [member for member in (q, k) if member is not None]
+        attributes = q.attributes if k is None else self._shared_attributes(q, k)
+        assert attributes is not None  # partners share an operator
         views = [
             self._emit.to_canonical(
                 self._emit.columns(member.rotation.x, member.rotation.x_offset, member.rotation.width), member.roles
@@ -262,14 +298,17 @@ class Canonicaliser:
             operands.cos,
             operands.sin,
             operands.positions,
-            q.attributes.encode(),
+            attributes.encode(),
         )
         outputs = [self._emit.call(operator.getitem, node, index) for index in range(2)]
         for member, output in zip(members, outputs, strict=False):
             out = member.rotation.out
             quantisations = [q for q in self._quantised.get(out, ()) if q.out not in self._taken]
             paths = [_value_path(out, quantisation) for quantisation in quantisations]
-            self._take_over(out, self._emit.from_canonical(output, member.roles), node)
+            value = self._emit.from_canonical(output, member.roles)
+            if out.meta["val"].dtype != attributes.out_dtype:
+                value = self._emit.call(prims.convert_element_type.default, value, out.meta["val"].dtype)
+            self._take_over(out, value, node)
             self._canonical_of[out] = (output, member.roles)
             for quantisation, path in zip(quantisations, paths, strict=True):
                 self._emit_quantisation(quantisation, path, output, member.roles)
@@ -328,7 +367,8 @@ class Canonicaliser:
                 continue
             if write.old_value_read:
                 self._result.near_misses.append(
-                    f"the cache write {name_of(write.node)} was left alone: what it overwrites is also read as it was before"
+                    f"the cache write {name_of(write.node)} was left alone: "
+                    "what it overwrites is also read as it was before"
                 )
                 continue
             out = k_writes.get(write.node)
@@ -494,7 +534,7 @@ class Canonicaliser:
 
     @staticmethod
     def _heads(write: CacheWrite, like: Node | None) -> Any:
-        """Heads of a tensor that holds heads and dim in one dim; one where the cache does not tell them apart either."""
+        """Heads of a tensor that holds heads and dim in one; 1 where the cache does not tell them apart either."""
         if like is not None:
             return like.meta["val"].shape[2]
         tokens = write.layout.split()
