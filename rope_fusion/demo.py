@@ -25,7 +25,7 @@ from rope_fusion.report import Report
 
 BLOCK = 16  # tokens per block of a paged cache
 BATCH = 4
-ROUNDS = 15
+ROUNDS = 60
 FP8 = torch.float8_e4m3fn
 Cache = Tensor | tuple[Tensor, Tensor]  # [2, blocks, block, heads, dim], or K and V by themselves
 FP8_MAX = torch.finfo(FP8).max

@@ -198,17 +198,21 @@ class Report:
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
 
     def table(self) -> str:
-        """A table of graphs and patterns and below it, wrapped at 100 columns, the sentences that explain it."""
+        """A table of graphs and patterns and below it, wrapped at 100 columns, the sentences that explain it.
+
+        Patterns that stay out are in the sentences alone.
+        """
         if not self.graphs:
             return "no graph was compiled"
         from tabulate import tabulate
 
         rows = [
-            (index, name, "closed" if p.gate else "open", p.candidates, p.hits, sum(p.refusals.values()))
+            (index, name, p.candidates, p.hits, sum(p.refusals.values()))
             for index, graph in enumerate(self.graphs)
             for name, p in graph.patterns.items()
+            if not p.gate or p.candidates
         ]
-        headers = ("graph", "pattern", "gate", "candidates", "hits", "refused")
+        headers = ("graph", "pattern", "candidates", "hits", "refused")
         parts = [tabulate(rows, headers)] if rows else []
         parts += [_sentences(index, graph) for index, graph in enumerate(self.graphs)]
         return "\n\n".join(parts)

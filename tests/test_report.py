@@ -77,8 +77,8 @@ def test_table_shows_counts_and_sentences_within_100_columns() -> None:
     table = Report([full_graph(), unfused_graph()]).table()
     assert max(len(line) for line in table.splitlines()) <= 100
     rows = [line.split() for line in table.splitlines()]
-    assert ["0", "rope_kv", "open", "3", "1", "2"] in rows
-    assert ["0", "rope_static_q_fp8_kv", "closed", "0", "0", "0"] in rows
+    assert ["0", "rope_kv", "3", "1", "2"] in rows
+    assert not any(row[1:2] == ["rope_static_q_fp8_kv"] for row in rows)
     flat = " ".join(table.split())
     for sentence in (
         "graph 0 (decode): 4 rotations, 120 → 90 nodes, pass 12.3 ms",
