@@ -84,7 +84,10 @@ def rope_fusion(
     compile_graph: Callable[..., Any] = compile_fx_inner
     if fusion.self_check is not None:
         compile_graph = functools.partial(
-            verifying_compile, next_compile=compile_fx_inner, self_check=fusion.self_check, unfused_settings={HOOK: users}
+            verifying_compile,
+            next_compile=compile_fx_inner,
+            self_check=fusion.self_check,
+            unfused_settings={HOOK: users},
         )
     inner_compile = functools.partial(
         hoisting_compile,
