@@ -234,6 +234,19 @@ def test_heads_are_grouped_for_the_projection_without_a_copy() -> None:
     assert "cpp_fused" not in code  # nothing is left to do beside the rotation and the projection
 
 
+@pytest.mark.parametrize("wants_both", [False, True])
+def test_static_fp8_quantisation_that_follows_is_done_by_the_same_kernel(wants_both: bool) -> None:
+    def quantise(o: Tensor, positions: Tensor, cache: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        o = pairs_by_formula(o, positions, cache)
+        q8 = (o.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return (q8, o) if wants_both else (q8,)
+
+    arguments = (*inputs(), torch.tensor([0.05]))
+    got = compiled(quantise, {"inverse_rope_static_fp8": 1}, *arguments, numerics="exact")
+    for value, wanted in zip(got, quantise(*arguments), strict=True):
+        assert torch.equal(value.float(), wanted.float())
+
+
 def test_a_forward_rotation_of_part_of_the_head_is_partial_rope() -> None:
     def forward(o: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         cos, sin = halves(positions, cache)
