@@ -108,7 +108,7 @@ def _chain(base: Node, value: Node, seen: set[Node]) -> tuple[list[LocatedWrite]
     except NotACacheWrite as refused:
         seen.update(node for write in chain for node in write.path)
         where = refused.node if refused.node is not None else chain[-1].node
-        seen.add(where)
+        seen.update((where, *where.all_input_nodes))
         return [], f"the write {where.name} into {base.name} is no cache write: {refused}"
     return chain[::-1], None
 
