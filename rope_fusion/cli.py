@@ -16,9 +16,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rope_fusion.options import PREFIX, RopeFusionOptionError, describe, parse
+
+if TYPE_CHECKING:
+    import torch
 
 
 class UsageError(Exception):
@@ -101,7 +104,9 @@ def _parser() -> tuple[_Parser, list[str]]:
     compare.add_argument("a", metavar="A", help="a text file, or a folder that `rope-fusion dump` wrote")
     compare.add_argument("b", metavar="B", help="likewise")
     bench = add("bench", _bench, "Measure kernels, cache writes and whole models.")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see: rope-fusion bench --help")
+    bench.add_argument("name", nargs="?", help="which measurement (default: list them)")
+    bench.add_argument("--device", help="where to measure (default: cuda where there is one, else cpu)")
+    bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     add("options", _options, "Print every rope_fusion.* option.")
     return parser, list(commands.choices)
 
@@ -119,12 +124,7 @@ def _list(chosen: argparse.Namespace) -> int:
     from rope_fusion.capability import GateContext
     from rope_fusion.catalog import PatternError, load_patterns
 
-    try:
-        device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise UsageError(f"there is no device type {chosen.device!r}; use for example cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("torch sees no CUDA or ROCm device on this machine; leave --device out, or use --device cpu")
+    device = _device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         entries = load_patterns()
     except PatternError as problem:
@@ -145,6 +145,18 @@ def _list(chosen: argparse.Namespace) -> int:
         names = ", ".join(name for name, verdict in verdicts.items() if verdict == sentence)
         print(textwrap.fill(f"{names}: {sentence}", 100, initial_indent="\n", subsequent_indent="  "))
     return 0
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"there is no device type {name!r}; use for example cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("torch sees no CUDA or ROCm device on this machine; leave --device out, or use --device cpu")
+    return device
 
 
 def _explain(chosen: argparse.Namespace) -> int:
@@ -285,7 +297,17 @@ def _graph_text(name: str) -> str:
 def _bench(chosen: argparse.Namespace) -> int:
     from rope_fusion import bench
 
-    return bench.main(chosen.arguments)
+    names = bench.names()
+    if chosen.name is None:
+        print("\n".join(names))
+        return 0
+    if chosen.name not in names:
+        near = difflib.get_close_matches(chosen.name, names, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+        raise UsageError(f"there is no measurement {chosen.name!r}; {hint}")
+    device = None if chosen.device is None else str(_device(chosen.device))
+    print(bench.run(chosen.name, device, chosen.json))
+    return 0
 
 
 def _options(chosen: argparse.Namespace) -> int:

@@ -72,6 +72,8 @@ def failing(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
         (["explain", "os:getcwd"], "os:getcwd must return (model, args) or (model, args, kwargs), got str"),
         (["dump", "os:getcwd"], "DIR"),
         (["dump", "os:getcwd", "/proc/nowhere"], "cannot make the folder '/proc/nowhere'"),
+        (["bench", "write"], "there is no measurement 'write'; did you mean 'writes'?"),
+        (["bench", "writes", "--device", "abacus"], "there is no device type 'abacus'"),
         (["diff", "a.txt"], "required: B"),
         (["diff", "no_such.txt", "b.txt"], "cannot read a graph from 'no_such.txt': No such file"),
     ],
@@ -114,6 +116,11 @@ def test_options_lists_every_option_with_its_documentation(capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "rope_fusion.dump_dir = None    (a folder, or None)" in printed
     assert max(map(len, printed.splitlines())) <= 110
+
+
+def test_bench_without_a_name_lists_the_measurements(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    assert "writes" in capsys.readouterr().out.split()
 
 
 def test_list_shows_priorities_in_order_and_why_a_gate_is_closed(capsys: pytest.CaptureFixture[str]) -> None:
