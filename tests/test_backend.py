@@ -84,7 +84,7 @@ def double(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("chosen", ["rope_fusion", backend.rope_fusion, functools.partial(backend.rope_fusion)])
 def test_backend_works_by_name_and_as_a_function(chosen: Any) -> None:
-    x = torch.randn(5)
+    x = torch.ones(2)
     assert torch.equal(torch.compile(double, backend=chosen)(x), double(x))
 
 
@@ -115,7 +115,7 @@ def test_a_wrong_option_stops_the_compilation_with_its_sentence(options: dict[st
 def test_the_users_pass_runs_before_ours(notes: list[str]) -> None:
     with inductor_config.patch({HOOK: NotingPass(notes, "configured")}):
         torch.compile(double, backend="rope_fusion")(torch.ones(2))
-        torch.compile(double, backend="rope_fusion", options={HOOK: NotingPass(notes, "given")})(torch.ones(3))
+        torch.compile(double, backend="rope_fusion", options={HOOK: NotingPass(notes, "given")})(torch.ones(2))
     assert notes == ["configured", "ours", "given", "ours"]
 
 
@@ -333,7 +333,8 @@ print(report.to_json())
 @pytest.mark.parametrize("how", ["backend", "plain"])
 @pytest.mark.parametrize("cache", ["fx", "autograd"])
 def test_a_warm_cache_gives_the_same_hits_report_and_result(how: str, cache: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    # A tag of its own makes the first run cold; the compiled C++ is still shared with every other test.
+    environment = {**os.environ, "TORCH_COMPILE_CACHE_KEY_TAG": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
 
     def run() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", WARM_PROGRAM, cache, str(Path(__file__).parent), how]
