@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from rope_fusion._torch import CustomGraphPass, auto_functionalized, detect_fake_mode, stable_topological_sort
 from rope_fusion.canonical.canonicalise import Canonicaliser, Findings, restore
@@ -132,6 +132,7 @@ class FusionPass(CustomGraphPass):
                 self.self_check.observe(graph, transaction)
             graph.eliminate_dead_code()
             stable_topological_sort(graph)
+            graph.eliminate_dead_code()  # last: an erased node cannot be brought back by a roll-back
             _drop_unread_outputs(graph, fake_mode)
         return hits
 
@@ -152,9 +153,20 @@ def _device_of(graph: Graph) -> torch.device:
             return value.device
     return torch.device("cpu")
 
+def _live(graph: Graph) -> set[Node]:
+    """The nodes that something reads or that have an effect; the graph is sorted."""
+    live: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node in live or node.is_impure():
+            live.add(node)
+            live.update(node.all_input_nodes)
+    return live
+
+
 
 def _drop_unread_outputs(graph: Graph, fake_mode: Any) -> None:
     """The fused operator writes the rotated q and k only where somebody reads them."""
+    live = _live(graph)
     fused = torch.ops.rope_fusion.rope_qkv.default
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -162,7 +174,7 @@ def _drop_unread_outputs(graph: Graph, fake_mode: Any) -> None:
         functional = node.target is auto_functionalized and node.args[0] is fused
         if not functional and node.target is not fused:
             continue
-        read = {user.args[1] for user in node.users}
+        read = {user.args[1] for user in node.users if user in live}
         changed = {}
         for index, flag in enumerate(("need_q", "need_k")):
             if node.kwargs[flag] and index not in read:

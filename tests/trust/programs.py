@@ -84,10 +84,13 @@ def _argument(item: Input, sequence: int, generator: torch.Generator) -> Tensor:
         angle = torch.rand(shape, generator=generator) * 6.0
         return torch.polar(torch.ones_like(angle), angle).to(item.dtype)
     values = torch.randn(shape, generator=generator)
+    dtype = item.dtype
+    if dtype == torch.uint8:
+        values, dtype = values.to(torch.float8_e4m3fn).view(torch.uint8), torch.uint8
     if item.order is not None:
         inverse = [item.order.index(dim) for dim in range(len(shape))]
         values = values.permute(item.order).contiguous().permute(inverse)
-    return values.to(item.dtype)
+    return values.to(dtype)
 
 
 def _distinct(shape: list[int], count: int, generator: torch.Generator) -> Tensor:
@@ -483,7 +486,7 @@ class ProgramBuilder:
         layouts += ["joint_first", "joint_inside"] * (self.v_dim == self.dim) + ["static_heads", "static"] * batched
         layout = c.pick(layouts)
         static = layout.startswith("static")
-        cache_dtype = c.pick([self.dtype, self.dtype, torch.float32, torch.float8_e4m3fn])
+        cache_dtype = c.pick([self.dtype, self.dtype, torch.float32, torch.float8_e4m3fn, torch.uint8])
         self.cache_dtype = cache_dtype
         index = c.pick([torch.int64, torch.int64, torch.int32])
         name = f"{layout}_{str(cache_dtype).removeprefix('torch.')}_{n}"
@@ -549,7 +552,7 @@ class ProgramBuilder:
         self.cache_disturbance(caches, cache_dtype)
 
     def set_scale(self, cache_dtype: torch.dtype) -> list[str]:
-        if cache_dtype != torch.float8_e4m3fn or self.c.flag(15):
+        if cache_dtype.itemsize > 1 or self.c.flag(15):
             return ["", ""]
         how = self.c.pick(["two", "one", "number", "per_head"])
         if how == "number":
@@ -562,10 +565,11 @@ class ProgramBuilder:
         return [first, second]
 
     def store_form(self, value: str, cache_dtype: torch.dtype, scale: str) -> str:
-        if cache_dtype == torch.float8_e4m3fn:
+        if cache_dtype.itemsize == 1:
+            view = ".view(torch.uint8)" if cache_dtype == torch.uint8 else ""
             if not scale:
-                return self.set("stored", f"{value}.to({cache_dtype})")
-            return self.set("stored", f"({value}.float() / {scale}).clamp(-448.0, 448.0).to({cache_dtype})")
+                return self.set("stored", f"{value}.to(torch.float8_e4m3fn){view}")
+            return self.set("stored", f"({value}.float() / {scale}).clamp(-448.0, 448.0).to(torch.float8_e4m3fn){view}")
         return self.set("stored", f"{value}.to({cache_dtype})")
 
     def write(self, layout: str, cache: str, value: str, dim: int, slots: str, spelling: str) -> None:
@@ -645,7 +649,7 @@ class ProgramBuilder:
         if not c.flag(10):
             return
         cache = c.pick(caches)
-        wide = "" if cache_dtype.itemsize > 1 else ".float()"
+        wide = "" if cache_dtype.itemsize > 1 else ".view(torch.float8_e4m3fn).float()"
         how = c.pick(["read", "sum", "in_place", "fill"]) if cache_dtype.itemsize > 1 else "read"
         if how == "read":
             self.outputs.append(self.set("seen", f"{cache}[:1].clone(){wide}"))
