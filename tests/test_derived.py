@@ -99,6 +99,50 @@ def test_views_of_a_table_around_its_cast_are_taken_along():
     assert harness.hits == {"cos_sin_cast": 1}
 
 
+class Prefix(Attention):
+    """Casts as many rows as there are tokens, as older rotary modules do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return opaque_rotary(x, self.table[: x.shape[0]].to(x.dtype))
+
+
+def test_a_cast_of_a_part_that_varies_becomes_a_part_of_the_table_cast_once():
+    table = torch.rand(64, 32)
+    module, harness = nn.Sequential(*[Prefix(table) for _ in range(3)]), Harness()
+    compiled = harness.compile(module, dynamic=True)
+    for tokens in (3, 7):
+        x = inputs(tokens)
+        assert torch.equal(compiled(x), module(x))
+    assert harness.hits == {"cos_sin_cast": 3}
+    assert harness.casts_left() == 0
+    (entry,) = harness.store.entries()
+    assert entry.value.shape == (64, 32)
+
+
+def test_a_varying_part_is_cast_as_the_program_does_where_the_whole_table_exceeds_the_budget():
+    module, harness = Prefix(torch.rand(64, 32)), Harness(derived_budget=64)
+    x = inputs(3)
+    assert torch.equal(harness.compile(module, dynamic=True)(x), module(x))
+    assert harness.hits == {}
+    (cast,) = [node for node in harness.graphs[0].graph.nodes if "convert_element_type" in node.name]
+    assert cast.meta["val"].shape[0] != 64
+
+
+def test_refuses_what_is_also_returned_and_says_so():
+    class Returns(QuantisedLinear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            weight = self.dequantised(x.dtype)
+            return F.linear(x, weight), weight.t()
+
+    module, harness, x = Returns(), Harness(), inputs()
+    compiled = harness.compile(module)
+    _, weight = compiled(x)
+    weight.zero_()
+    assert torch.equal(compiled(x)[0], module(x)[0])
+    assert harness.hits == {}
+    assert "also returned" in harness.refusals[0]
+
+
 def test_equal_tables_of_different_layers_are_kept_apart_and_reported():
     table = torch.rand(64, 32)
     module, harness, x = nn.Sequential(Attention(table), Attention(table.clone())), Harness(), inputs()

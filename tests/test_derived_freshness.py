@@ -297,6 +297,29 @@ def test_the_sampled_check_is_on_by_default_every_32_calls():
     assert compiled.agrees(inputs())
 
 
+def test_the_sampled_check_reaches_every_one_of_many_models():
+    """Their calls take turns; a common counter would always meet the same ones."""
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x)
+
+    modules = [QuantisedLinear() for _ in range(4)]
+    compiled = Compiled(call, freshness_interval=2)
+    x = inputs()
+    for module in modules:
+        compiled.function(module, x)
+    for module in modules:
+        copy_into_data(module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for module in modules:
+                compiled.function(module, x)
+    assert len([warning for warning in caught if "without its version counter" in str(warning.message)]) == 4
+    for module in modules:
+        assert torch.equal(compiled.function(module, x), module(x))
+
+
 def test_the_sampled_check_is_silent_about_counted_writes():
     module = QuantisedLinear()
     compiled = Compiled(module, freshness_interval=1)

@@ -9,7 +9,9 @@ that makes sure before each call that they are fresh. docs/derived.md says what 
 `inputs`        what the backend knows of a graph's inputs
 `plan`          candidates, the budget, and how to take values out of a graph
 `selection`     which candidates are taken: obstacles and the catalogue's patterns
+`lifting`       casts of varying parts of a table
 `prologue`      what runs before each call
+`samples`       the sampled comparison of sources
 `store`         the values themselves: sharing, freshness, lifetime
 ==============  =====================================================================
 """

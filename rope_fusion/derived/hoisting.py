@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from rope_fusion.derived import plan
 from rope_fusion.derived.inputs import InputInfo, info_of
+from rope_fusion.derived.lifting import erase_unread, settle
 from rope_fusion.derived.prologue import Prologue
 from rope_fusion.derived.selection import Selector, deriving_patterns
 from rope_fusion.derived.store import Derivation, DerivedStore, process_store
@@ -132,6 +133,7 @@ def _take_out(
     wanted = frozenset[object]().union(*(runner.targets for runner in runners))
     candidates = [candidate for candidate in finding.candidates if candidate.operator in wanted]
     if not candidates:
+        settle(graph, finding.lifted, set())
         return _Hoisted()
     infos = {node: info_of(node, inputs) for node in placeholders}
     selector = Selector(graph, infos, options, store, bool(kwargs.get("is_inference")), _stores_inner_functions())
@@ -139,7 +141,10 @@ def _take_out(
     position = {node: index for index, node in enumerate(placeholders)}
     derivations = tuple(_derivation(candidate, infos, position) for candidate in chosen)
     values = tuple(plan.take_out(graph, chosen))
-    plan.erase_unread(graph, chosen)
+    taken = {node for candidate in chosen for node in candidate.nodes}
+    settle(graph, finding.lifted, taken)
+    for node in taken:
+        erase_unread(graph, node)
     return _Hoisted(derivations, values, refused=not chosen)
 
 

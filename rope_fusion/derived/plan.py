@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from rope_fusion.canonical.dequant import find_dequantisations, find_table_casts, structure_of
 from rope_fusion.canonical.derivation import cast_table, dequantize
 from rope_fusion.canonical.static_values import FREE_VIEWS, MOVEMENTS, StaticValues, tensor_of
+from rope_fusion.derived.lifting import LiftedCast, lift_casts
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Finding:
-    """The candidates of a graph, and sentences about weights that came close."""
+    """The candidates of a graph, sentences about weights that came close, and what was rearranged to get there."""
 
     candidates: tuple[Candidate, ...]
     near_misses: tuple[str, ...]
+    lifted: tuple[LiftedCast, ...]
 
 
 def find_candidates(graph: Graph, static_placeholders: Iterable[Node]) -> Finding:
-    """Everything in the graph that is a known derivation of static placeholders, in graph order."""
-    static = StaticValues.of(graph, static_placeholders)
+    """Everything in the graph that is a known derivation of static placeholders, in graph order.
+
+    Casts of varying parts of a table are lifted: `lifting.settle` has the last word on them.
+    """
+    placeholders = list(static_placeholders)
+    lifted = lift_casts(graph, placeholders)
+    static = StaticValues.of(graph, placeholders)
     found = find_dequantisations(graph, static)
     anchors = [(dequantize, item.out, _placeholder_of(item.codes, static)) for item in found.dequantisations]
     anchors += [(cast_table, item.out, item.table) for item in find_table_casts(graph, static)]
@@ -70,7 +77,7 @@ def find_candidates(graph: Graph, static_placeholders: Iterable[Node]) -> Findin
     candidates = tuple(
         _candidate(operator, nodes, sources, structure) for (operator, structure, sources), nodes in groups.items()
     )
-    return Finding(candidates, tuple(found.refusals))
+    return Finding(candidates, tuple(found.refusals), tuple(lifted))
 
 
 def frontier_of(anchor: Node, static: StaticValues) -> list[Node]:
@@ -174,7 +181,7 @@ def computation_of(candidate: Candidate) -> GraphModule:
 def take_out(graph: Graph, candidates: Sequence[Candidate]) -> list[torch.Tensor]:
     """Replace the candidates by new placeholders after the last one; the fake tensors that stand for them.
 
-    The nodes that computed them stay, unread: see `erase_unread`.
+    The nodes that computed them stay, unread.
     """
     last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
     values = []
@@ -191,16 +198,3 @@ def take_out(graph: Graph, candidates: Sequence[Candidate]) -> list[torch.Tensor
         for node in candidate.nodes:
             node.replace_all_uses_with(last)
     return values
-
-
-def erase_unread(graph: Graph, candidates: Sequence[Candidate]) -> None:
-    """Erase what only computed the candidates."""
-    waiting = [node for candidate in candidates for node in candidate.nodes]
-    erased: set[Node] = set()
-    while waiting:
-        item = waiting.pop()
-        if item.op == "placeholder" or item.users or item in erased:
-            continue
-        waiting.extend(item.all_input_nodes)
-        erased.add(item)
-        graph.erase_node(item)

@@ -6,13 +6,13 @@ import operator
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rope_fusion.derived.store import Derivation, DerivedStore, DerivedTensor, bits_of, sample, version_of
+from rope_fusion.derived.samples import SampledCheck
+from rope_fusion.derived.store import Derivation, DerivedStore, DerivedTensor, version_of
 from rope_fusion.report import RopeFusionWarning
 
 Pointers = tuple[int, ...]
@@ -29,6 +29,7 @@ class Binding:
         self.pointers: Pointers = ()
         self.versions: list[int | None] = []
         self.epoch = -1
+        self.calls = 0
         self.unsettled: list[DerivedTensor] = []
         self.complete = False  # every value is kept; otherwise some are computed in each call
         self.check: SampledCheck | None = None
@@ -93,7 +94,6 @@ class Prologue:
         self._names = [_name_of(position, derivations) for position in self._positions]
         self._bindings: dict[Pointers, Binding] = {}
         self._moved: list[Binding] = []
-        self._calls = 0
         self._warned: set[str] = set()
 
     def values(self, args: Sequence[Any]) -> list[Tensor]:
@@ -107,10 +107,10 @@ class Prologue:
             binding = found
         if binding.unsettled:
             binding.unsettled = [entry for entry in binding.unsettled if not entry.wait()]
-        if self._interval:
-            self._calls += 1
-            if binding.check is not None and (binding.check.pending or self._calls % self._interval == 0):
-                self._sampled_check(binding, sources)
+        if binding.check is not None:
+            binding.calls += 1
+            if binding.check.pending or binding.calls % self._interval == 0:
+                self._sampled_check(binding, binding.check, sources)
         if binding.complete:
             return binding.values  # type: ignore[return-value]
         return [self._once(index, sources) if value is None else value for index, value in enumerate(binding.values)]
@@ -179,7 +179,7 @@ class Prologue:
         binding.values = [None if entry is None else entry.value for entry in entries]
         binding.complete = None not in entries
         binding.unsettled = [entry for entry in entries if entry is not None and entry.ready is not None]
-        binding.check = SampledCheck(self._operands, entries, len(sources)) if self._interval else None
+        binding.check = self._new_check(entries, sources) if self._interval else None
         binding.watch(sources)
         binding.pointers = pointers
         if not binding.complete:
@@ -190,6 +190,13 @@ class Prologue:
                 f"rope_fusion.derived_budget has no room for {left} bytes more of derived tensors (this compiled "
                 "function is called with several sets of weights); they are computed in every call"
             )
+
+    def _new_check(self, entries: Sequence[DerivedTensor | None], sources: Sequence[Tensor]) -> SampledCheck:
+        expected: dict[int, Tensor] = {}
+        for entry, places in zip(entries, self._operands, strict=True):
+            if entry is not None:
+                expected.update(zip(places, entry.samples, strict=True))
+        return SampledCheck(expected, sources)
 
     def _forget_address(self, binding: Binding) -> None:
         """A source's storage is gone: its address may come to mean something else."""
@@ -204,19 +211,18 @@ class Prologue:
         if binding in self._moved:
             self._moved.remove(binding)
 
-    def _sampled_check(self, binding: Binding, sources: Sequence[Tensor]) -> None:
-        assert binding.check is not None
-        if self._calls % self._interval == 0:
-            binding.check.start(sources)
-        if not binding.check.differs():
+    def _sampled_check(self, binding: Binding, check: SampledCheck, sources: Sequence[Tensor]) -> None:
+        if binding.calls % self._interval == 0:
+            check.start(sources)
+        if not check.differs():
             return
         with self.store.lock:
-            for place in binding.check.changed(sources):
+            for place in check.changed(sources):
                 self._warn_stale(self._names[place])
                 for index, entry in enumerate(binding.entries):
                     if entry is not None and place in self._operands[index]:
                         entry.refresh([sources[operand] for operand in self._operands[index]])
-            binding.check = SampledCheck(self._operands, binding.entries, len(sources))
+            binding.check = self._new_check(binding.entries, sources)
             binding.unsettled = [entry for entry in binding.entries if entry is not None and entry.ready is not None]
 
     def _warn_stale(self, name: str) -> None:
@@ -232,73 +238,6 @@ class Prologue:
         if sentence not in self._warned:
             self._warned.add(sentence)
             warnings.warn(f"rope_fusion: {sentence}", RopeFusionWarning, stacklevel=2)
-
-
-@dataclass
-class _Group:
-    """Sources of one device and dtype, compared together."""
-
-    places: list[int]
-    expected: Tensor
-
-
-class SampledCheck:
-    """Compares a few elements of every source with what they were when the values were derived.
-
-    On a GPU the comparison is started in one call and looked at in a later one, so that no call waits for it.
-    """
-
-    def __init__(self, operands: Sequence[Sequence[int]], entries: Sequence[DerivedTensor | None], count: int) -> None:
-        self._expected: dict[int, Tensor] = {}
-        for entry, places in zip(entries, operands, strict=True):
-            if entry is not None:
-                self._expected.update(zip(places, entry.samples, strict=True))
-        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for place, values in sorted(self._expected.items()):
-            kinds.setdefault((values.device, values.dtype), []).append(place)
-        self._groups = [
-            _Group(places, bits_of(torch.cat([self._expected[place] for place in places]))) for places in kinds.values()
-        ]
-        self._verdict: list[Tensor] = []
-        self._events: list[torch.cuda.Event] = []
-
-    @property
-    def pending(self) -> bool:
-        """Whether a comparison was started whose result has not been looked at."""
-        return bool(self._verdict)
-
-    def start(self, sources: Sequence[Tensor]) -> None:
-        """Enqueue the comparison; does nothing while a CUDA graph is being captured or one is under way."""
-        if self._verdict or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            return
-        with torch.no_grad():
-            for group in self._groups:
-                now = bits_of(torch.cat([sample(sources[place]) for place in group.places]))
-                verdict = (now != group.expected).any()
-                if verdict.is_cuda:
-                    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-                    self._verdict.append(host.copy_(verdict, non_blocking=True))
-                    self._events.append(torch.cuda.current_stream(verdict.device).record_event())
-                else:
-                    self._verdict.append(verdict)
-
-    def differs(self) -> bool:
-        """Whether a finished comparison found a difference; False while it is still running."""
-        if not self._verdict or (self._events and torch.cuda.is_current_stream_capturing()):
-            return False
-        if not all(event.query() for event in self._events):
-            return False
-        result = any(bool(verdict) for verdict in self._verdict)
-        self._verdict, self._events = [], []
-        return result
-
-    def changed(self, sources: Sequence[Tensor]) -> list[int]:
-        """Which sources differ now; waits for the device."""
-        return [
-            place
-            for place, expected in self._expected.items()
-            if not torch.equal(bits_of(sample(sources[place])), bits_of(expected))
-        ]
 
 
 def _name_of(position: int, derivations: Sequence[Derivation]) -> str:

@@ -17,7 +17,7 @@ from rope_fusion.canonical.derivation import (
     derived,
     inputs_can_be_added,
 )
-from rope_fusion.canonical.static_values import written_placeholders
+from rope_fusion.canonical.static_values import FREE_VIEWS, written_placeholders
 from rope_fusion.catalog import CatalogEntry, load_patterns
 from rope_fusion.derived.inputs import InputInfo
 from rope_fusion.derived.plan import Candidate, budget_bytes, within_budget
@@ -153,6 +153,8 @@ class Selector:
                     f"{info.name} was made under inference_mode and carries no version counter; make it outside, or "
                     "set rope_fusion.assume_frozen"
                 )
+        if any(_is_returned(node) for node in candidate.nodes):
+            return f"what is made of {name} is also returned, and whoever gets it may write into it"
         main = candidate.sources[0]
         if self._infos[main].requires_grad and main.meta["val"].dtype.itemsize > 1:
             return f"{name} requires grad: what is being trained is not derived; call requires_grad_(False)"
@@ -166,6 +168,18 @@ class Selector:
         if len(present) < len(candidate.sources) or any(type(t) not in (Tensor, nn.Parameter) for t in present):
             return False
         return self._store.find(candidate.structure, present) is not None
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether the graph returns the value or a view of it."""
+    waiting = [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output":
+                return True
+            if user.op == "call_function" and user.target in FREE_VIEWS:
+                waiting.append(user)
+    return False
 
 
 @functools.lru_cache(maxsize=16)

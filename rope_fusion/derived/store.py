@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SAMPLES = 256  # elements per source that the sampled check compares
+from rope_fusion.derived.samples import Sampling
 
 Place = tuple[int, int | torch.SymInt, tuple[int, ...], tuple[int, ...], torch.dtype]
 Key = tuple[str, tuple[Place, ...]]
@@ -99,7 +99,7 @@ class DerivedTensor:
         self.storages = [weakref.ref(source.untyped_storage()) for source in sources]
         self.pointers = [source.data_ptr() for source in sources]
         self.versions = [version_of(source) for source in sources]
-        self.samples = [sample(source).clone() for source in sources]
+        self.samples = [Sampling.of(source).take(source).clone() for source in sources]
         if self.value.device.type == "cuda":
             self.stream = torch.cuda.current_stream(self.value.device)
             self.ready = self.stream.record_event()
@@ -231,23 +231,3 @@ def process_store() -> DerivedStore:
     ``rope_fusion.invalidate(model)``, and by further graphs, compilations and models that read the same parameters.
     """
     return DerivedStore()
-
-
-def sample(tensor: Tensor) -> Tensor:
-    """A few elements of a tensor, spread over all of it, as a 1-D view of its bits where that is possible."""
-    tensor = tensor.detach()
-    if tensor.dtype.itemsize == 1 and tensor.dtype != torch.int8:
-        tensor = tensor.view(torch.int8)
-    count = tensor.numel()
-    # An odd step does not stay in one column of a matrix whose row length is a power of two.
-    step = max(1, count // SAMPLES) | 1
-    number = -(-count // step)
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if count and extent == count:
-        return tensor.as_strided((number,), (step,), tensor.storage_offset())
-    return tensor.reshape(-1)[::step]
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """The same elements as integers, so that NaN equals NaN and −0 differs from 0."""
-    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])

@@ -1,0 +1,133 @@
+"""Derived tensors against plain Inductor and against freezing, which cannot take weight updates."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Step = Callable[[Tensor], Tensor]
+
+
+class BlockScaledLinear(nn.Module):
+    """FP8 codes [rows, columns] with a scale per 128 × 128 block, dequantised in every call."""
+
+    def __init__(self, rows: int, columns: int, block: int = 128) -> None:
+        super().__init__()
+        self.block = block
+        codes = (torch.randn(rows, columns) * 0.05).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(-(-rows // block), -(-columns // block)) + 0.5, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = self.weight.shape
+        scale = self.scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)[:rows, :columns]
+        return F.linear(x, (self.weight.float() * scale).to(x.dtype))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median milliseconds per step of one model, by how it was compiled."""
+
+    layers: int
+    size: int
+    tokens: int
+    inductor: float
+    derived: float
+    freezing: float
+
+    @property
+    def speedup(self) -> float:
+        """Against plain Inductor."""
+        return self.inductor / self.derived
+
+    @property
+    def against_freezing(self) -> float:
+        """1.0: as fast as freezing; above: slower."""
+        return self.derived / self.freezing
+
+
+def benchmark(
+    tokens: Sequence[int] = (16, 64, 256), layers: int = 8, size: int = 1024, device: str = "cpu", rounds: int = 15
+) -> list[Timing]:
+    """Time a stack of block-scaled FP8 linears on one thread, the three ways in turn: noise falls on all alike."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [_time_one(count, layers, size, device, rounds) for count in tokens]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _time_one(tokens: int, layers: int, size: int, device: str, rounds: int) -> Timing:
+    model = nn.Sequential(*[BlockScaledLinear(size, size) for _ in range(layers)]).to(device)
+    x = torch.randn(tokens, size, dtype=torch.bfloat16, device=device)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        steps = {"inductor": _plain(model), "derived": _derived(model), "freezing": _frozen(model)}
+        with torch._inductor.config.patch(freezing=True):
+            steps["freezing"](x)
+        return Timing(layers, size, tokens, **_medians(steps, x, rounds))
+
+
+# Each has a function of its own to compile: Dynamo keeps what it compiled by code and backend, which two of them share.
+
+
+def _plain(model: nn.Module) -> Step:
+    @torch.compile
+    def step(x: Tensor) -> Tensor:
+        return model(x)
+
+    return step
+
+
+def _derived(model: nn.Module) -> Step:
+    @torch.compile(backend="rope_fusion")
+    def step(x: Tensor) -> Tensor:
+        return model(x)
+
+    return step
+
+
+def _frozen(model: nn.Module) -> Step:
+    """To be called first while `freezing` is set."""
+
+    @torch.compile
+    def step(x: Tensor) -> Tensor:
+        return model(x)
+
+    return step
+
+
+def _medians(steps: Mapping[str, Step], x: Tensor, rounds: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            step(x)  # the caches hold what this way of compiling reads, not what the previous one did
+            _wait(x.device)
+            start = time.perf_counter()
+            step(x)
+            _wait(x.device)
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def table(timings: Sequence[Timing]) -> str:
+    """The timings as text."""
+    from tabulate import tabulate
+
+    rows = [
+        (t.layers, t.size, t.tokens, t.inductor, t.derived, t.freezing, t.speedup, t.against_freezing) for t in timings
+    ]
+    headers = ("layers", "size", "tokens", "inductor ms", "derived ms", "freezing ms", "speed-up", "of freezing")
+    return tabulate(rows, headers, floatfmt=".2f")
