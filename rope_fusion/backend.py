@@ -14,9 +14,12 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import Graph, GraphModule
 
 from rope_fusion._torch import CustomGraphPass, CustomInferenceAwareGraphPass, inductor_config
+from rope_fusion.canonical.derivation import inputs_can_be_added
+from rope_fusion.catalog import load_patterns
 from rope_fusion.derived import describe_inputs, hoisting_compile
+from rope_fusion.derived.selection import deriving_patterns
 from rope_fusion.fusion_pass import FusionPass
-from rope_fusion.options import PREFIX, RopeFusionOptionError, make_options, parse
+from rope_fusion.options import PREFIX, Options, RopeFusionOptionError, make_options, parse
 from rope_fusion.report import GraphReport, deliver, publish, publish_and_warn, published, take, warn_unfused
 from rope_fusion.verify import verifying_compile
 
@@ -42,6 +45,27 @@ class PassSequence(CustomInferenceAwareGraphPass):
     def uuid(self) -> Any | None:
         identities = [member.uuid() if isinstance(member, CustomGraphPass) else None for member in self.passes]
         return None if None in identities else tuple(identities)
+
+
+class BackendFusionPass(FusionPass):
+    """The pass inside the backend, which has derived what it could before: what needs that is not the pass's to report.
+
+    It has an identity of its own, so that an entry of AOTAutograd's cache that plain Inductor wrote, with nothing
+    derived, is not taken for ours.
+    """
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options, self._publish)
+
+    def _publish(self, report: GraphReport) -> None:
+        for entry in load_patterns():
+            if inputs_can_be_added in entry.pattern.requires:
+                report.patterns.pop(entry.name, None)
+        publish(report)
+
+    def uuid(self) -> Any | None:
+        identity = super().uuid()
+        return None if identity is None else ("backend", identity)
 
 
 def _after(users: Any, ours: FusionPass) -> Any:
@@ -78,7 +102,7 @@ def rope_fusion(
     # What plain torch.compile does with mode and options (names, types, modes), in whatever torch version this is.
     patches = torch._TorchCompileInductorWrapper(mode or ours.mode, settings, dynamic).config
     users = patches.get(HOOK, getattr(inductor_config, HOOK))
-    fusion = FusionPass(ours, publish)
+    fusion = BackendFusionPass(ours)
     patches[HOOK] = _after(users, fusion)
     derived = GraphReport()
     compile_graph: Callable[..., Any] = compile_fx_inner
@@ -103,6 +127,8 @@ def rope_fusion(
     finally:
         graphs = take(before)
         warn_unfused(graphs)
+        if not derived.patterns:  # AOTAutograd's cache had the graph, so there was nothing to derive in it
+            deriving_patterns(ours, _device_of(example_inputs), derived)
         if graphs:
             graphs[0].merge(derived)
         elif derived.derived:
@@ -110,6 +136,12 @@ def rope_fusion(
         deliver(graphs)
         if ours.report is not None:
             ours.report.graphs.extend(graphs)
+
+
+def _device_of(inputs: Sequence[Any]) -> torch.device:
+    """The first accelerator that holds an input, else the CPU."""
+    devices = (value.device for value in inputs if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _reset() -> None:

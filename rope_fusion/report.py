@@ -96,6 +96,7 @@ class GraphReport:
         """Add what another part of the same compilation noted, in other patterns than this one."""
         self.patterns.update(other.patterns)
         self.derived += other.derived
+        self.failures += other.failures
 
     @property
     def hits(self) -> dict[str, int]:

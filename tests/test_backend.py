@@ -307,6 +307,22 @@ def test_reset_forgets_recorded_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls
 
 
+def test_the_backend_and_plain_inductor_never_share_a_cache_entry(patches: list[dict[str, Any]]) -> None:
+    torch.compile(double, backend="rope_fusion")(torch.ones(2))
+    identities = [patches[0][HOOK].uuid(), inductor_options()[HOOK].uuid()]
+    assert None not in identities
+    assert identities[0] != identities[1]
+
+
+def test_only_plain_inductor_says_that_derived_tensors_need_the_backend(rope_fusion_report: Report) -> None:
+    torch.compile(double, backend="rope_fusion")(torch.ones(2))
+    with rope_fusion.record() as plain:
+        torch.compile(double, options=inductor_options())(torch.ones(2))
+    sentence = 'derived tensors need backend="rope_fusion"'
+    assert not any(closed.startswith(sentence) for closed in rope_fusion_report.graphs[0].closed_gates)
+    assert any(closed.startswith(sentence) for closed in plain.graphs[0].closed_gates)
+
+
 WARM_PROGRAM = """
 import sys, warnings, torch, torch._functorch.config
 sys.path.insert(0, sys.argv[2])
