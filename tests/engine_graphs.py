@@ -20,6 +20,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 
 from rope_fusion._torch import detect_fake_mode
+from rope_fusion.canonical.functional import VIEWS
 from rope_fusion.fusion_pass import FusionPass
 from rope_fusion.graph_text import graph_to_text
 from rope_fusion.options import make_options
@@ -177,6 +178,6 @@ def _without_scatters(graph: Graph, value: Any, storage: Any) -> None:
             if user.target in scatters and user.args[1] is view:
                 user.replace_all_uses_with(user.args[0])
                 graph.erase_node(user)
-            elif user.target is torch.ops.aten.reshape.default:
+            elif user.target in VIEWS:
                 seen.append(user)
     value.replace_all_uses_with(storage)

@@ -100,3 +100,65 @@ def test_three_operators_become_one(form, split):
     result = check(layer, list(arguments().values()), {"rope_static_q_fp8_kv": 1}, **form_settings(form))
     assert result.count(FUSED) == 1
     assert not any(name in call for call in result.calls() for name in ("_C.", "_C_cache_ops", "clone"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_joint_buffer(form):
+    def layer(x, positions, table, joint, slots, scale):
+        q, k, v = split_heads(x)
+        rotate(positions, q, k, table)
+        k_cache, v_cache = joint.unbind(0)
+        torch.ops._C_cache_ops.reshape_and_cache_flash(k, v, k_cache, v_cache, slots, "auto", scale, scale)
+        return q.reshape(-1, DIM), joint.float().sum()
+
+    given = arguments()
+    joint = torch.zeros(2, BLOCKS, PAGE, KV_HEADS, DIM, dtype=torch.bfloat16)
+    args = [given["x"], given["positions"], given["table"], joint, given["slots"], given["scale"]]
+    result = check(layer, args, {"rope_kv": 1}, **form_settings(form))
+    assert "k_layout='0 n p h d', v_layout='1 n p h d'" in result.after
+
+
+def latent_caches(kind: str) -> Tensor:
+    dtype = torch.bfloat16 if kind == "auto" else torch.uint8
+    return torch.zeros(BLOCKS, PAGE, 48, dtype=dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_latent_attention_stores_its_row_in_one_launch(form, kind):
+    """DeepSeek's: q's and k's rotary parts are interleaved, k_pe has one head, and a row holds kv_c and k_pe."""
+
+    def layer(q, kv, positions, table, cache, slots, scale):
+        q_pe = (q * 1)[..., 32:]
+        kv_c, k_pe = (kv * 1).split([32, DIM], -1)
+        k_pe = k_pe.unsqueeze(1)
+        rotate(positions, q_pe, k_pe, table, is_neox=False)
+        torch.ops._C_cache_ops.concat_and_cache_mla(kv_c, k_pe.squeeze(1), cache, slots, kind, scale)
+        return q_pe * 2, cache * 2 if kind == "auto" else cache
+
+    torch.manual_seed(0)
+    given = arguments()
+    q = torch.randn(TOKENS, Q_HEADS, 48, dtype=torch.bfloat16)
+    kv = torch.randn(TOKENS, 48, dtype=torch.bfloat16)
+    args = [q, kv, given["positions"], given["table"], latent_caches(kind), given["slots"], given["scale"]]
+    result = check(layer, args, {"rope_kv": 1}, **form_settings(form))
+    assert "k_layout='n p d[32:48]', v_layout='n p d[0:32]'" in result.after
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_blocked_caches_of_paged_attention(form, kind):
+    """reshape_and_cache: K in pieces of 16 bytes before and after the places, V with the places last."""
+
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_heads(x)
+        rotate(positions, q, k, table)
+        torch.ops._C_cache_ops.reshape_and_cache(k, v, k_cache, v_cache, slots, kind, scale, scale)
+        return q.reshape(-1, DIM)
+
+    dtype = torch.bfloat16 if kind == "auto" else torch.uint8
+    piece = 16 // dtype.itemsize
+    k_cache = torch.zeros(BLOCKS, KV_HEADS, DIM // piece, PAGE, piece, dtype=dtype)
+    v_cache = torch.zeros(BLOCKS, KV_HEADS, DIM, PAGE, dtype=dtype)
+    args = list(arguments(k_cache=k_cache, v_cache=v_cache).values())
+    check(layer, args, {"rope_kv": 1}, **form_settings(form))

@@ -300,6 +300,49 @@ class _Finder:
             kind=arguments["kv_cache_dtype"],
         )
 
+    def reshape_and_cache(self, call: InPlaceCall) -> None:
+        """K in pieces of x elements, [blocks, heads, dim / x, places, x], and V as [blocks, heads, dim, places]."""
+        arguments = call.arguments
+        if arguments.get("interleaved_v"):
+            raise _Refused("it stores V interleaved")
+        self._pair_write(
+            call,
+            stored={"key_cache": (arguments["key"], "n h d/ p /d"), "value_cache": (arguments["value"], "n h d p")},
+            scales={"key_cache": arguments["k_scale"], "value_cache": arguments["v_scale"]},
+            slots=arguments["slot_mapping"],
+            kind=arguments["kv_cache_dtype"],
+        )
+
+    def concat_and_cache_mla(self, call: InPlaceCall) -> None:
+        """One row per token: the compressed kv, then the rotated k. For us V and K of one head, at columns of the row."""
+        arguments = call.arguments
+        if arguments.get("skip_scale"):
+            raise _Refused("skip_scale is set")
+        kv_c, k_pe = arguments["kv_c"], arguments["k_pe"]
+        rank, width = kv_c.meta["val"].shape[-1], k_pe.meta["val"].shape[-1]
+        base, layout = self._place(call, "kv_cache", "n p d")
+        if "d" not in layout.split() or not isinstance(rank, int) or not isinstance(width, int):
+            raise _Refused("its kv_cache is a part of wider rows")
+        if k_pe.meta["val"].dim() == 3 and not is_one(k_pe.meta["val"].shape[1]):
+            raise _Refused(f"its k_pe {tuple(k_pe.meta['val'].shape)} has more than one head")
+        previous, result = self._results(call, {"kv_cache": base})["kv_cache"]
+        between = self._emit.call(aten.alias.default, base)  # the value between both writes, which nobody reads
+        for value, columns, before, after in (
+            (k_pe, f"d[{rank}:{rank + width}]", previous, between),
+            (kv_c, f"d[0:{rank}]", between, result),
+        ):
+            self._write(
+                call,
+                base=base,
+                previous=before,
+                result=after,
+                layout=layout.replace("d", columns),
+                value=value,
+                slots=arguments["slot_mapping"],
+                kind=arguments["kv_cache_dtype"],
+                scale=arguments["scale"],
+            )
+
     def _pair_write(
         self,
         call: InPlaceCall,
@@ -310,35 +353,60 @@ class _Finder:
         kind: str,
     ) -> None:
         """The write of K and V that one call makes, as two records that only go together."""
-        if slots.meta["val"].dim() != 1 or slots.meta["val"].dtype not in INDEX_DTYPES:
-            raise _Refused(f"its slots are {slots.meta['val'].dtype} of {slots.meta['val'].dim()} dims")
         places = {name: self._place(call, name, axes) for name, (_, axes) in stored.items()}
         results = self._results(call, {name: base for name, (base, _) in places.items()})
-        writes = []
         for name, (value, _) in stored.items():
             base, layout = places[name]
-            if value.meta["val"].dim() not in (2, 3):
-                raise _Refused(f"what it stores has shape {tuple(value.meta['val'].shape)}")
             previous, result = results[name]
-            writes.append(
-                CacheWrite(
-                    node=result,
-                    base=base,
-                    previous=previous,
-                    result=result,
-                    layout=layout,
-                    value=value,
-                    value_axes="t h d",
-                    slots=slots,
-                    slot_offsets=None,
-                    quantisation=self._cache_quantisation(kind, result, value, scales[name], base),
-                    nodes=frozenset({call.node, result}),
-                    stored=value,
-                    stored_axes="t h d",
-                    call=call.node,
-                )
+            self._write(
+                call,
+                base=base,
+                previous=previous,
+                result=result,
+                layout=layout,
+                value=value,
+                slots=slots,
+                kind=kind,
+                scale=scales[name],
             )
-        self._found.writes += writes
+
+    def _write(
+        self,
+        call: InPlaceCall,
+        *,
+        base: Node,
+        previous: Node,
+        result: Node,
+        layout: str,
+        value: Node,
+        slots: Node,
+        kind: str,
+        scale: Node,
+    ) -> None:
+        if slots.meta["val"].dim() != 1 or slots.meta["val"].dtype not in INDEX_DTYPES:
+            raise _Refused(f"its slots are {slots.meta['val'].dtype} of {slots.meta['val'].dim()} dims")
+        axes = {2: "t (hd)", 3: "t h d"}.get(value.meta["val"].dim())
+        if axes is None:
+            raise _Refused(f"what it stores has shape {tuple(value.meta['val'].shape)}")
+        self._found.writes.append(
+            CacheWrite(
+                node=result,
+                base=base,
+                previous=previous,
+                result=result,
+                layout=layout,
+                value=value,
+                value_axes=axes,
+                slots=slots,
+                slot_offsets=None,
+                quantisation=self._cache_quantisation(kind, result, value, scale, base),
+                nodes=frozenset({call.node, result}),
+                stored=value,
+                stored_axes=axes,
+                call=call.node,
+            )
+        )
+        self._output(call.node, result)
 
     def _cache_quantisation(
         self, kind: str, result: Node, value: Node, scale: Node, base: Node
@@ -521,6 +589,8 @@ _KNOWN: dict[str, Any] = {
     "sgl_kernel::apply_rope_pos_ids_cos_sin_cache": _Finder.apply_rope,
     "vllm::fused_rope_and_unified_kv_cache_update": _Finder.fused_rope_update,
     "_C::static_scaled_fp8_quant": _Finder.static_quantisation,
+    "_C_cache_ops::concat_and_cache_mla": _Finder.concat_and_cache_mla,
+    "_C_cache_ops::reshape_and_cache": _Finder.reshape_and_cache,
     "_C_cache_ops::reshape_and_cache_flash": _Finder.reshape_and_cache_flash,
     "vllm::unified_kv_cache_update": _Finder.layer_write,
 }

@@ -579,8 +579,8 @@ class _Functionaliser:
         if not path:
             return value
         step, *rest = path
-        part = _replay(self._emit, [step], whole)
-        value = self._written_back(rest, part, value)
+        if rest:
+            value = self._written_back(rest, _replay(self._emit, [step], whole), value)
         call, target = self._emit.call, step.target
         if target is operator.getitem:
             split, index = step.args
@@ -592,7 +592,7 @@ class _Functionaliser:
                 )
             sizes = split.args[1]
             start = sizes * index if isinstance(sizes, int) else sum(sizes[:index])  # type: ignore[index, arg-type]
-            end = start + part.meta["val"].shape[dim]
+            end = start + step.meta["val"].shape[dim]
             return call(aten.slice_scatter.default, whole, value, dim, start, end)
         if target is aten.slice.Tensor:
             return call(aten.slice_scatter.default, whole, value, *step.args[1:])

@@ -83,6 +83,7 @@ def _own_operator(emitter: Emitter, node: Node, write: LayerWrite) -> list[Node]
         q_scale_value=quant.scale_value if quant else 1.0,
         q_scale_multiplies=quant.multiplies if quant else False,
         math_dtype=rotary.math_dtype,
+        out_dtype=rotary.out_dtype,
         exact=rotary.exact,
         need_q=0 in read,
         need_k=1 in read,
