@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
@@ -62,7 +62,7 @@ def captured(function: Callable[..., Any], *args: Any, dynamic: bool = False) ->
         return make_boxed_func(call)
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        return compile_fx.compile_fx(gm, inputs, inner_compile=inner)
+        return compile_fx.compile_fx(gm, inputs, inner_compile=inner)  # type: ignore[arg-type]
 
     torch.compiler.reset()
     with torch.no_grad():

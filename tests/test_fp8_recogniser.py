@@ -42,11 +42,10 @@ def quantised(found: Captured, record: Fp8Quantisation) -> Tensor:
     """What the record says, from the values of its nodes, in the shape of x."""
     values = found.values()
     x = values[record.x].float()
-    scale = values[record.scale].float() if isinstance(record.scale, torch.fx.Node) else record.scale
-    if record.per_head:
-        assert record.scale_axis is not None
+    scale = values[record.scale].float() if isinstance(record.scale, torch.fx.Node) else torch.tensor(record.scale)
+    if record.scale_axis is not None:
         scale = scale.reshape([-1] + [1] * (-record.scale_axis - 1))
-    elif isinstance(scale, Tensor):
+    else:
         assert scale.numel() == 1
         scale = scale.reshape(())
     scaled = x * scale if record.scale_multiplies else x / scale
