@@ -20,7 +20,7 @@ from rope_fusion.canonical.records import CosSin, Rotation
 from rope_fusion.canonical.rotation_form import Form, forms_of
 from rope_fusion.canonical.symbolic import MAX_WIDTH, SUM, Choices, Interpreter, trace_products
 from rope_fusion.canonical.trig_origin import Origin, mismatch, origin_of
-from rope_fusion.canonical.values import ValueNumbering
+from rope_fusion.canonical.values import ValueNumbering, is_pure
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -84,6 +84,7 @@ class _Survey:
         self._numbering: ValueNumbering | None = None
         self._interpreters: dict[Choices, Interpreter] = {}
         self._origins: dict[Node, Origin] = {}
+        self._proven: dict[Choices, None] = {}  # other readings than the plain one in which rotations were found
         self._misses: dict[Node, str] = {}
 
     def rotations(self) -> list[_Found]:
@@ -92,7 +93,7 @@ class _Survey:
             rotation = self._recognise(node)
             if rotation is not None:
                 candidates[node] = rotation
-        return _outermost(candidates)
+        return _outermost(self._graph, candidates)
 
     def near_misses(self) -> list[str]:
         for node in self._last_nodes():
@@ -127,7 +128,8 @@ class _Survey:
         for interpreter in self._readings(width):
             result = self._read(interpreter, node)
             if isinstance(result, Rotation):
-                self._misses.pop(node, None)
+                if interpreter.choices != Choices():
+                    self._proven[interpreter.choices] = None
                 return result
             reason = reason or result
         if reason is not None:
@@ -138,12 +140,16 @@ class _Survey:
         """The plain reading of the graph, then those that differ from it, if there is anything to read differently."""
         plain = self._interpreter(Choices())
         yield plain
+        others = []
         if plain.met_two:
-            yield self._interpreter(Choices(halves_of=width))
+            others.append(Choices(halves_of=width))
         if plain.met_join:
-            yield self._interpreter(Choices(joins_are_leaves=True))
+            others.append(Choices(joins_are_leaves=True))
         if plain.met_unfinished:
-            yield self._interpreter(Choices(products_stay=True))
+            others.append(Choices(products_stay=True))
+        # What holds a rotation that was found in another reading is found in that one too.
+        for choices in dict.fromkeys([*others, *self._proven]):
+            yield self._interpreter(choices)
 
     def _interpreter(self, choices: Choices) -> Interpreter:
         if choices not in self._interpreters:
@@ -248,20 +254,33 @@ def _column_mismatch(form: Form, cos: Leaf, sin: Leaf) -> str | None:
 # which of the nodes that hold one rotation is its last
 
 
-def _outermost(candidates: dict[Node, Rotation]) -> list[_Found]:
+def _outermost(graph: Graph, candidates: dict[Node, Rotation]) -> list[_Found]:
     """One of the nodes that hold each rotation: the last, unless an earlier one has users outside of it."""
     found: list[_Found] = []
     settled: set[Node] = set()
+    live: set[Node] | None = None
     for node in reversed(candidates):
         if node in settled:
             continue
         rotation = candidates[node]
         earlier = [other for other in candidates if other is not node and other in rotation.nodes]
-        if any(user not in rotation.nodes for other in earlier for user in other.users):
-            continue
+        outside = {user for other in earlier for user in other.users if user not in rotation.nodes}
+        if outside:
+            live = live if live is not None else _live_nodes(graph)
+            if outside & live:
+                continue
         settled.update(earlier)
         found.append(_Found(rotation, earlier[0] if earlier else node))
     return found[::-1]
+
+
+def _live_nodes(graph: Graph) -> set[Node]:
+    """The nodes whose values are read in the end: sliced assignments leave some that are not."""
+    live: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or not is_pure(node) or any(user in live for user in node.users):
+            live.add(node)
+    return live
 
 
 # near misses

@@ -182,21 +182,27 @@ class Interpreter:
         """Every node between `out`, which is included, and the given leaves, which are not."""
         stops = {self._numbering.number(leaf) for leaf in leaves}
         found: set[Node] = set()
+        unread: set[Node] = set()
         seen: set[tuple[Node, bool]] = set()
         waiting = [(out, True)]
         while waiting:
             node, deep = waiting.pop()
             key = (node, deep and node in self._levels)
+            if key not in self._read and key not in self._passed:
+                key = (node, False)  # a factor of a sum
             if key in seen or self._numbering.number(node) in stops:
                 continue
             seen.add(key)
             followed = (key in self._read and key not in self._stopped) or key in self._passed
-            if not followed and node.target not in SPLITS:
-                continue
-            found.add(node)
-            inside = deep and node.target is not aten.mul.Tensor
-            waiting.extend((source, inside) for source in node.all_input_nodes)
-        return frozenset(found)
+            if followed or node.target in SPLITS:
+                found.add(node)
+                sources = node.all_input_nodes
+                inside = key[1] and not (node.target is aten.mul.Tensor and len(sources) == 2)
+                waiting.extend((source, inside) for source in sources)
+            elif key not in self._read:
+                unread.add(node)
+        # What an assignment overwrites without reading it is inside too, where it is a view of something inside.
+        return frozenset(found | {node for node in unread if found.issuperset(node.all_input_nodes or [node])})
 
     def leading(self, number: int) -> Sequence[Any]:
         """Sizes of a leaf's leading dims."""
