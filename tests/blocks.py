@@ -96,7 +96,9 @@ class Stack(nn.Module):
         return x
 
 
-def stack_inputs(tokens: int = 6, hidden: int = 64, rows: int = 32, slots: int = 32, dim: int = 16) -> tuple[Tensor, ...]:
+def stack_inputs(
+    tokens: int = 6, hidden: int = 64, rows: int = 32, slots: int = 32, dim: int = 16
+) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(tokens)
     return (
         torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16),

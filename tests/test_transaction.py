@@ -13,7 +13,10 @@ from rope_fusion.transaction import GraphTransaction
 
 
 def snapshot(graph: Graph) -> list[tuple[object, ...]]:
-    return [(id(n), n.name, n.op, n.target, str(n.args), str(n.kwargs), sorted(u.name for u in n.users)) for n in graph.nodes]
+    return [
+        (id(n), n.name, n.op, n.target, str(n.args), str(n.kwargs), sorted(u.name for u in n.users))
+        for n in graph.nodes
+    ]
 
 
 def program(x, y):
