@@ -265,8 +265,8 @@ def _writable(directory: str) -> Path:
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the folder {directory!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot make the folder {directory!r}: {getattr(error, 'strerror', error)}") from error
     if not os.access(path, os.W_OK):
         raise UsageError(f"cannot write into {directory!r}")
     return path
@@ -286,7 +286,7 @@ def _graph_text(name: str) -> str:
     path = Path(name)
     try:
         text = (path / AFTER if path.is_dir() else path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise UsageError(f"cannot read a graph from {name!r}: {reason}") from error
     if "return " not in text:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from rope_fusion.cli import main
 
@@ -159,6 +161,25 @@ def test_dump_writes_graphs_that_diff_can_read(model: str, tmp_path: Path, capsy
     assert folder.parent == tmp_path / "graphs"
     assert main(["diff", str(folder / "before.txt"), str(folder)]) == 1
     assert "aten.index_put" in capsys.readouterr().out
+
+
+_words = st.one_of(
+    st.text(max_size=8), st.sampled_from(["-o", "--json", "--device", "cpu", "os:getcwd", ".", "x.py:f"])
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(["explain", "dump", "diff", "bench", "options", "lisst", ""]), st.lists(_words, max_size=4))
+def test_whatever_the_arguments_a_mistake_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, words: list[str]
+) -> None:
+    assume(not any(word.startswith(("-h", "--h")) for word in words))  # help, which is no mistake
+    monkeypatch.chdir("/proc")  # nothing can be written by accident
+    status = main([command, *words])
+    assert status in (0, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("rope-fusion: ") if status else not error
+    assert "Traceback" not in error
 
 
 def test_output_may_be_cut_short_by_its_reader() -> None:
