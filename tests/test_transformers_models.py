@@ -70,7 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 # DeepSeek-V3 rotates part of q, and concatenates the rotated part of k with the rest before it is cached.
-FUSED = {name: {"rope_kv": LAYERS} for name in FAMILIES} | {"DeepseekV3": {"partial_rope": LAYERS}}
+FUSED = dict.fromkeys(FAMILIES, {"rope_kv": LAYERS}) | {"DeepseekV3": {"partial_rope": LAYERS}}
 # torch has no grouped matrix product in float64, which the experts of GPT-OSS take
 WIDE = {name: torch.float64 for name in FAMILIES} | {"GptOss": torch.float32}
 
