@@ -163,10 +163,14 @@ class Canonicaliser:
             return "its cos is negated"
         if self._exact and rotation.math_dtype is None:
             return "its multiplications and additions have different dtypes, which exact numerics cannot reproduce"
+        if self._exact and rotation.cos.node.meta["val"].is_complex():
+            return "how eager rounds a complex product differs between devices, so exact numerics cannot reproduce it"
         return None
 
     def _rotation_of_value(self, write: CacheWrite | LayerWrite, oriented: dict[Node, _Oriented]) -> Node | None:
         """The rotation whose whole output, rearranged, is what `write` stores."""
+        if isinstance(write, CacheWrite) and not self._reproducible(write.quantisation):
+            return None
         node = write.value
         for _ in range(16):
             if node in oriented:
@@ -328,6 +332,8 @@ class Canonicaliser:
         for quantisation in self._findings.quantisations:
             if quantisation.out in stored or not self._scalar_scale(quantisation):
                 continue
+            if not self._reproducible(quantisation):
+                continue
             node = quantisation.x
             for _ in range(16):
                 if node in outs:
@@ -337,6 +343,16 @@ class Canonicaliser:
                     break
                 node = node.args[0]
         return grouped
+
+    def _reproducible(self, quantisation: Fp8Quantisation | None) -> bool:
+        """Whether the fused operators, which scale in float32, round as the program does where that is asked for."""
+        if not self._exact or quantisation is None or quantisation.scale_dtype == torch.float32:
+            return True
+        self._result.near_misses.append(
+            f"quantisation {name_of(quantisation.out)} was left alone: it scales in {quantisation.scale_dtype}, "
+            "which exact numerics would have to reproduce and the fused operators do in float32"
+        )
+        return False
 
     @staticmethod
     def _scalar_scale(quantisation: Fp8Quantisation) -> bool:
@@ -499,7 +515,10 @@ class Canonicaliser:
     def _finish_write(self, write: CacheWrite, new_cache: Node, canonical: Node, whole: bool = True) -> None:
         """Readers of the written cache, whole or through the view that was written, read the new whole cache."""
         if write.node is not write.result:
-            self._take_over(write.node, self._emit.replay(self._views_of[write.node], new_cache), canonical)
+            written = self._emit.replay(self._views_of[write.node], new_cache)
+            if written is new_cache:  # each node takes over one value, or restoring could not tell them apart
+                written = self._emit.call(aten.alias.default, new_cache)
+            self._take_over(write.node, written, canonical)
         if whole:
             self._take_over(write.result, new_cache, canonical)
             self._new_cache[write.result] = new_cache

@@ -142,10 +142,11 @@ def compare_on(
     if len(got) != len(expected):
         raise WrongRewrite(f"{len(expected)} outputs became {len(got)}")
     worst = 0.0
+    coarsest = coarsest_dtype(plain)
     values = zip(names, [*expected, *theirs], [*got, *ours], true or [None] * len(names), strict=True)
     for name, reference, value, exactly in values:
         if isinstance(reference, Tensor):
-            worst = max(worst, compare(name, _as_fp8(reference), _as_fp8(value), exactly, exact))
+            worst = max(worst, compare(name, _as_fp8(reference), _as_fp8(value), exactly, exact, coarsest))
         elif reference != value:
             raise WrongRewrite(f"{name} is {value}, was {reference}")
     for name, before, reference, value in zip(names[len(expected) :], arguments, theirs, ours, strict=True):
@@ -165,12 +166,26 @@ def _flat(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def compare(name: str, reference: Tensor, value: Tensor, true: Tensor | None, exact: bool = False) -> float:
+def coarsest_dtype(gm: GraphModule) -> torch.dtype:
+    """The least precise dtype, FP8 aside, that a graph computes in."""
+    values = [node.meta.get("val") for node in gm.graph.nodes]
+    dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.dtype.is_floating_point}
+    return max(dtypes - set(FP8) or {torch.float32}, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def compare(
+    name: str,
+    reference: Tensor,
+    value: Tensor,
+    true: Tensor | None,
+    exact: bool = False,
+    coarsest: torch.dtype = torch.float32,
+) -> float:
     """Compare one fused result with the unfused one and, where known, with its value in float64.
 
     The rule: nowhere further from the float64 value than 1.05 times the largest error of the unfused program plus one unit in the last
-    place of the largest element of its row, because a rotation mixes the elements of a row. A result in which nothing was rounded
-    must stay the same. Where there is no float64 value, the unfused result stands in for it, and eight units of bf16 are let through.
+    place of the largest element of its row, because a rotation mixes the elements of a row. The unit is that of the result's dtype or of
+    `coarsest`, the least precise one computed in. A result in which nothing was rounded must stay the same. Where there is no float64 value, the unfused result stands in for it, and eight units of bf16 are let through.
     """
     if reference.dtype != value.dtype or reference.shape != value.shape:
         raise WrongRewrite(
@@ -199,7 +214,8 @@ def compare(name: str, reference: Tensor, value: Tensor, true: Tensor | None, ex
     plain_error = torch.where(finite, (reference - target).abs(), zero)
     error = torch.where(finite, (value - target).abs(), zero)
     rows = torch.where(finite, target, zero).abs()
-    place = last_place(rows.amax(-1, keepdim=True) if rows.dim() else rows, dtype)
+    unit = max(dtype, coarsest, key=lambda each: torch.finfo(each).eps)
+    place = last_place(rows.amax(-1, keepdim=True) if rows.dim() else rows, unit)
     allowed = (1.05 * plain_error.max() + place).expand_as(error)
     if true is None:
         allowed = allowed + 8 * last_place(rows.amax(), torch.bfloat16)

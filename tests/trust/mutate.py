@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 from rope_fusion._torch import detect_fake_mode
 from trust.choices import Choices
-from trust.differential import copy_graph
+from trust.differential import Captured, copy_graph
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -36,10 +36,10 @@ TWINS = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def mutate(gm: GraphModule, choices: Choices, tries: int = 40) -> tuple[GraphModule, str] | None:
-    """A copy of `gm` with one node perturbed and what was done to it; None when no perturbation was found that makes sense."""
+def mutate(call: Captured, choices: Choices, tries: int = 40) -> tuple[Captured, str] | None:
+    """A copy of a captured graph with one node perturbed, and what was done to it; None where nothing found can run."""
     for _ in range(tries):
-        made = copy_graph(gm)
+        made = copy_graph(call.graph)
         nodes = [n for n in made.graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
         if not nodes:
             return None
@@ -53,8 +53,18 @@ def mutate(gm: GraphModule, choices: Choices, tries: int = 40) -> tuple[GraphMod
         if refresh(made, node):
             made.graph.eliminate_dead_code()
             made.recompile()
-            return made, f"{what}: {before}  ->  {node.format_node()}"
+            perturbed = Captured(made, call.arguments)
+            if _runs(perturbed):
+                return perturbed, f"{what}: {before}  ->  {node.format_node()}"
     return None
+
+
+def _runs(call: Captured) -> bool:
+    try:
+        Interpreter(call.graph).run(*call.copy_arguments())
+    except Exception:
+        return False
+    return True
 
 
 @contextlib.contextmanager

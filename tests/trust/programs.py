@@ -61,6 +61,14 @@ class Program:
         generator = torch.Generator().manual_seed(seed)
         return [_argument(item, sequence, generator) for item in self.inputs]
 
+    def runs(self) -> bool:
+        """Whether plain eager code runs it: a view may meet strides that do not allow it."""
+        try:
+            self.function()(*self.arguments(self.sequence))
+        except RuntimeError:
+            return False
+        return True
+
     def describe(self) -> str:
         shapes = "\n".join(
             f"# {i.name}: {i.kind} {list(i.shape)} {i.dtype}{f' order {i.order}' if i.order else ''}" for i in self.inputs

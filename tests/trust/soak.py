@@ -60,9 +60,7 @@ class Soak:
     def program(self, seed: str, mutations: int) -> None:
         """One random program and perturbed copies of its graphs."""
         program = draw_program(SeededChoices(seed))
-        try:
-            program.function()(*program.arguments(program.sequence))
-        except Exception:
+        if not program.runs():
             self.count["no program"] += 1
             return
         captured: list[Captured] = []
@@ -82,22 +80,15 @@ class Soak:
         choices = SeededChoices(seed)
         if not captured:
             return
-        source = choices.pick(captured)
-        mutated = mutate(source.graph, choices)
+        mutated = mutate(choices.pick(captured), choices)
         if mutated is None:
             self.count["no mutation"] += 1
             return
-        graph, what = mutated
-        call = Captured(graph, source.arguments)
-        try:
-            torch.fx.Interpreter(graph).run(*call.copy_arguments())
-        except Exception:
-            self.count["no mutation"] += 1
-            return
+        call, what = mutated
         self.case(
             "mutations",
             seed,
-            lambda: f"{what}\n{program.describe()}\n{graph.graph}",
+            lambda: f"{what}\n{program.describe()}\n{call.graph.graph}",
             lambda: check_captured([call], self.options, exact=self.exact),
         )
 
