@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,9 @@ from rope_fusion.graph_text import dump_graphs, graph_to_text
 from rope_fusion.kernels import rope_by_layer
 from rope_fusion.matcher import PatternRunner
 from rope_fusion.options import Options
-from rope_fusion.report import GraphReport, RopeFusionWarning, publish
-from rope_fusion.verify import SelfCheck
+from rope_fusion.report import GraphReport, publish
 from rope_fusion.transaction import GraphTransaction
+from rope_fusion.verify import SelfCheck
 
 aten = torch.ops.aten
 
@@ -52,8 +51,8 @@ class FusionPass(CustomGraphPass):
     """
 
     def __init__(self, options: Options, on_report: Callable[[GraphReport], None] = publish) -> None:
-        self.self_check = SelfCheck(options) if options.verify != "off" else None
         self.options = options
+        self.self_check = SelfCheck(options) if options.verify != "off" else None
         self._on_report = on_report
 
     def __call__(self, graph: Graph) -> None:
@@ -74,8 +73,7 @@ class FusionPass(CustomGraphPass):
             sentence = f"the pass failed with {type(error).__name__}: {error}; the graph was compiled unfused"
             if self.options.strict:
                 raise
-            report.failure(sentence)
-            warnings.warn(f"rope_fusion: {sentence}", RopeFusionWarning, stacklevel=2)
+            report.failure(sentence)  # whoever collects the report warns of it, from a warm cache too
         report.nodes_after = len(graph.nodes)
         report.pass_ms = (time.perf_counter() - start) * 1e3
         if dump:
@@ -98,7 +96,7 @@ class FusionPass(CustomGraphPass):
         for sentence in explain_near_misses(graph, rotations):
             report.near_miss(sentence)
         quantisations, quant_refusals = find_fp8_quantisations(graph)
-        writes, write_refusals = find_cache_writes(graph)
+        writes, write_refusals = find_cache_writes(graph, {write.node for write in engine.writes})
         for sentence in (*engine.near_misses, *quant_refusals, *write_refusals):
             report.near_miss(sentence)
         rotations, quantisations = rotations + engine.rotations, quantisations + engine.quantisations
@@ -117,10 +115,12 @@ class FusionPass(CustomGraphPass):
             canonicaliser = Canonicaliser(graph, emitter, findings, exact)
             result = canonicaliser.run(rotations=over_rotations)
             for sentence in result.near_misses:
-                report.near_miss(sentence)
+                if sentence not in report.near_misses:  # each round says the same of what it leaves
+                    report.near_miss(sentence)
             stable_topological_sort(graph)
-            hits += sum(runner.apply(graph, report) for runner in group)
+            hits += sum(runner.apply(graph, report, self.options.max_tokens) for runner in group)
             replaced = restore(graph, result, originals)
+            stable_topological_sort(graph)  # a value given back may lie behind what reads it
             left = [node for node in graph.nodes if node.op == "call_function" and node.target in CANONICAL]
             if left:
                 raise RuntimeError(f"the canonical operator {left[0].name} was neither fused nor restored")
@@ -130,10 +130,10 @@ class FusionPass(CustomGraphPass):
             engine.finish(graph)
             if self.self_check is not None:
                 self.self_check.observe(graph, transaction)
-            graph.eliminate_dead_code()
             stable_topological_sort(graph)
-            graph.eliminate_dead_code()  # last: an erased node cannot be brought back by a roll-back
             _drop_unread_outputs(graph, fake_mode)
+            engine.erase_replaced(graph)
+            graph.eliminate_dead_code()  # last: an erased node cannot be brought back by a roll-back
         return hits
 
     def uuid(self) -> Any:
@@ -153,6 +153,7 @@ def _device_of(graph: Graph) -> torch.device:
             return value.device
     return torch.device("cpu")
 
+
 def _live(graph: Graph) -> set[Node]:
     """The nodes that something reads or that have an effect; the graph is sorted."""
     live: set[Node] = set()
@@ -163,16 +164,15 @@ def _live(graph: Graph) -> set[Node]:
     return live
 
 
-
 def _drop_unread_outputs(graph: Graph, fake_mode: Any) -> None:
     """The fused operator writes the rotated q and k only where somebody reads them."""
+    fused = ("rope_fusion::rope_qkv", "rope_fusion::rope_qkv_by_layer")
     live = _live(graph)
-    fused = torch.ops.rope_fusion.rope_qkv.default
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        functional = node.target is auto_functionalized and node.args[0] is fused
-        if not functional and node.target is not fused:
+        target = node.args[0] if node.target is auto_functionalized else node.target
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in fused:
             continue
         read = {user.args[1] for user in node.users if user in live}
         changed = {}
@@ -216,7 +216,7 @@ def _fingerprint(options: Options) -> str:
     state = {
         "files": _files_digest(tuple(sorted(files))),
         "patterns": [[entry.name, entry.priority, entry.origin] for entry in entries],
-        "options": repr(options),
+        "options": options.cache_key(),
         "gates": gates,
         "torch": torch.__version__,
         "triton": _triton_version(),

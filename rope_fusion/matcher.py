@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from rope_fusion._torch import (
@@ -36,6 +38,7 @@ class PatternRunner:
         self._names = list(inspect.signature(entry.pattern.search).parameters)
         self._report: GraphReport | None = None
         self._graph: Graph | None = None
+        self._max_tokens: int | None = None
         self._placed: set[Node] = set()
         self._pass = PatternMatcherPass(f"rope_fusion_{entry.name}")
         with FakeTensorMode():
@@ -57,14 +60,14 @@ class PatternRunner:
         self.targets = frozenset(node.target for node in module.graph.nodes if node.op == "call_function")
         return _to_expression(module, self._names, example)
 
-    def apply(self, graph: Graph, report: GraphReport) -> int:
-        """Replace every accepted match; the number of hits."""
-        self._graph, self._report = graph, report
+    def apply(self, graph: Graph, report: GraphReport, max_tokens: int | None = None) -> int:
+        """Replace every accepted match; the number of hits. With `max_tokens`, matches that may have more are refused."""
+        self._graph, self._report, self._max_tokens = graph, report, max_tokens
         self._placed = set(graph.nodes)
         try:
             count = self._pass.apply(graph)
         finally:
-            self._graph = self._report = None
+            self._graph = self._report = self._max_tokens = None
             self._placed = set()
         if count:
             stable_topological_sort(graph)
@@ -88,6 +91,8 @@ class PatternRunner:
         if depends(inputs, outputs):
             return "one of its inputs depends on one of its outputs"
         values = map_arg(dict(match.kwargs), lambda node: node.meta["val"])
+        if (sentence := _too_many_tokens(values, self._max_tokens)) is not None:
+            return sentence
         return self.entry.pattern.refuse(**values)
 
     def _keep_sorted(self) -> None:
@@ -97,6 +102,20 @@ class PatternRunner:
         if any(source > node for node in added for source in node.all_input_nodes):
             stable_topological_sort(self._graph)
         self._placed.update(added)
+
+
+def _too_many_tokens(values: Mapping[str, Any], most: int | None) -> str | None:
+    """Whether an activation [batch, sequence, heads, dim] may hold more than `most` tokens: by its sizes' ranges, if symbolic."""
+    if most is None:
+        return None
+    for name in ("q", "k", "x"):
+        value = values.get(name)
+        if isinstance(value, torch.Tensor) and value.dim() == 4:
+            tokens = value.shape[0] * value.shape[1]
+            if not statically_known_true(tokens <= most):
+                have = f"{tokens} tokens" if isinstance(tokens, int) else "a dynamic number of tokens that may be more"
+                return f"rope_fusion.max_tokens is {most}, and it has {have}"
+    return None
 
 
 def depends(inputs: Sequence[Node], outputs: Sequence[Node]) -> bool:

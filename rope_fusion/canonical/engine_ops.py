@@ -56,10 +56,13 @@ class EngineFindings:
     _raw: list[Node] = field(default_factory=list)
 
     def finish(self, graph: Graph) -> None:
-        """After a fusion: calls that stay are read as before, and in-place calls that became functional are erased."""
+        """After a fusion: where a call stays, values are read as they were before."""
         if self._reader is not None:
             outputs = self._outputs
             self._reader.read_through.undo(graph, lambda call: any(out.users for out in outputs.get(call, ())))
+
+    def erase_replaced(self, graph: Graph) -> None:
+        """Erase the in-place calls that functional ones replace. Not to be taken back."""
         for node in self._raw:
             graph.erase_node(node)
 

@@ -6,7 +6,7 @@ the value holds. See `cache_views` for how a write and its cache are matched, `r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,8 +53,11 @@ class LocatedWrite:
         return self.path[-1]
 
 
-def find_cache_writes(graph: Graph) -> tuple[list[CacheWrite], list[str]]:
-    """Every write into a cache that the graph receives, in graph order, and a sentence for each that is none."""
+def find_cache_writes(graph: Graph, known: Container[Node] = ()) -> tuple[list[CacheWrite], list[str]]:
+    """Every write into a cache that the graph receives, in graph order, and a sentence for each that is none.
+
+    Nodes among `known` write what is recorded already.
+    """
     quantisations = {found.out: found for found in find_fp8_quantisations(graph)[0]}
     numbering = ValueNumbering(graph)
     located: list[tuple[Node, LocatedWrite]] = []
@@ -64,7 +67,7 @@ def find_cache_writes(graph: Graph) -> tuple[list[CacheWrite], list[str]]:
         base, value = copy.args[0], copy.args[1]
         if isinstance(base, Node) and base.op == "placeholder" and isinstance(value, Node):
             chain, sentence = _chain(base, value, seen)
-            located += [(base, write) for write in chain]
+            located += [(base, write) for write in chain if write.node not in known]
             if sentence is not None:
                 refusals.append(sentence)
     refusals += _unreturned(graph, seen)

@@ -51,18 +51,12 @@ def finish_layer_writes(graph: Graph, emitter: Emitter, writes: Mapping[str, Lay
         graph.erase_node(node)
 
 
-def _read(node: Node) -> set[Any]:
-    """Which outputs somebody reads."""
-    return {user.args[1] for user in node.users if user.users}
-
-
 def _own_operator(emitter: Emitter, node: Node, write: LayerWrite) -> list[Node]:
     q, k, v, cos, sin, positions, q_scale, rotary_text, quant_text, _ = node.args
     rotary = RotaryAttributes.decode(str(rotary_text))
     quant = QuantAttributes.decode(str(quant_text)) if quant_text is not None else None
     original: Any = write.operator
     target = by_layer_operator(layer_type(original), _outside_cuda_graphs(original))
-    read = _read(node)
     call = emitter.call(
         target,
         q,
@@ -85,8 +79,8 @@ def _own_operator(emitter: Emitter, node: Node, write: LayerWrite) -> list[Node]
         math_dtype=rotary.math_dtype,
         out_dtype=rotary.out_dtype,
         exact=rotary.exact,
-        need_q=0 in read,
-        need_k=1 in read,
+        need_q=True,
+        need_k=True,
     )
     return [emitter.call(operator.getitem, call, index) for index in range(4)]
 
