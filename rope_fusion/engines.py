@@ -11,6 +11,7 @@ The name is that of the namespace of the engine's operators. `rope_fusion.vllm` 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,11 +43,18 @@ class CacheBinding:
     v_scale: Tensor | None = None
 
 
+Store = Callable[[Tensor, Tensor], None]
+
+
 class CacheProvider(Protocol):
     """What an engine must answer. ``layer`` is what its operators are given: a str, or an opaque object that holds one."""
 
-    def binding(self, layer: Any) -> CacheBinding | None:
-        """At run time: the layer's caches and slots; None when this call stores nothing (a profiling run)."""
+    def binding(self, layer: Any) -> CacheBinding | Store | None:
+        """At run time: the layer's caches and slots; None when this call stores nothing (a profiling run).
+
+        Where a cache is laid out in a way that no layout string describes, a function that stores the rotated k and v,
+        [tokens, heads, dim] each, itself.
+        """
 
     def refusal(self, layer: Any) -> str | None:
         """At compile time: why `binding` will not do for this layer, or None."""
@@ -103,7 +111,7 @@ def cache_providers() -> list[str]:
     return _REGISTRY.names()
 
 
-def bind(name: str, layer: Any) -> CacheBinding | None:
+def bind(name: str, layer: Any) -> CacheBinding | Store | None:
     """What the provider `name` says about `layer` now."""
     provider = _REGISTRY.find(name)
     if provider is None:

@@ -110,7 +110,12 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def check(
-    function: Callable[..., Any], args: Sequence[Any], hits: dict[str, int], *, atol: float | None = None, **settings: Any
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    hits: dict[str, int],
+    *,
+    atol: float | None = None,
+    **settings: Any,
 ) -> Compiled:
     """Compile `function`, compare outputs and mutated arguments with eager, and expect exactly these hits.
 

@@ -101,9 +101,7 @@ def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype, reciprocal: bool) -> Te
     return wide.clamp(-limit, limit).to(dtype)
 
 
-def static_scaled_fp8_quant(
-    result: Tensor, input: Tensor, scale: Tensor, group_shape: list[int] | None = None
-) -> None:
+def static_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor, group_shape: list[int] | None = None) -> None:
     result.copy_(to_fp8(input, scale, result.dtype, reciprocal=True))
 
 

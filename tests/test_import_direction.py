@@ -15,6 +15,7 @@ LAYERS = [
     {"demo", "bench", "bench_cases", "pytest_plugin"},
     {"testing"},
     {"backend"},
+    {"vllm"},
     {"fusion_pass", "derived"},
     {"matcher", "verify"},
     {"catalog"},

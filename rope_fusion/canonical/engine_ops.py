@@ -90,9 +90,7 @@ def _engine_target(node: Node) -> torch._ops.OpOverload | None:
 
 
 class _Finder:
-    def __init__(
-        self, graph: Graph, fake_mode: Any, exact: bool, targets: set[torch._ops.OpOverload]
-    ) -> None:
+    def __init__(self, graph: Graph, fake_mode: Any, exact: bool, targets: set[torch._ops.OpOverload]) -> None:
         self._graph = graph
         self._emit = Emitter(graph, fake_mode)
         self._fake_mode = fake_mode
@@ -205,7 +203,9 @@ class _Finder:
         if not isinstance(head_size, int) or start < 0 or start + width > head_size:
             raise _Refused(f"{width} rotated elements from {start} on do not fit heads of {head_size}")
         if places.dtype not in INDEX_DTYPES or places.dim() not in (1, 2):
-            raise _Refused(f"its positions are {places.dtype} of {places.dim()} dims; int32 or int64 of 1 or 2 is known")
+            raise _Refused(
+                f"its positions are {places.dtype} of {places.dim()} dims; int32 or int64 of 1 or 2 is known"
+            )
         lead = places.dim()
         if value.dim() not in (lead + 1, lead + 2) or not all(map(equal, value.shape[:lead], places.shape)):
             raise _Refused(f"positions {tuple(places.shape)} do not say where the rows of {tuple(value.shape)} stand")

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_fusion.engines import bind
+from rope_fusion.engines import CacheBinding, bind
 from rope_fusion.kernels import rope_qkv  # noqa: F401  (registers the operator that this one calls)
 
 SCHEMA = """rope_qkv_by_layer.{overload}(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions,
     Tensor? q_scale, {layer} layer, str provider, *,
     bool interleaved, bool inverse, bool halves_out, int rotary_dim, int rotary_start,
-    ScalarType? q_fp8, float q_scale_value, bool q_scale_multiplies, ScalarType math_dtype, bool exact,
-    bool need_q, bool need_k) -> (Tensor q_rot, Tensor k_rot, Tensor q_fp8_out, Tensor done)"""
+    ScalarType? q_fp8, float q_scale_value, bool q_scale_multiplies, ScalarType math_dtype, ScalarType out_dtype,
+    bool exact, bool need_q, bool need_k) -> (Tensor q_rot, Tensor k_rot, Tensor q_fp8_out, Tensor done)"""
 
 LIBRARY = torch.library.Library("rope_fusion", "FRAGMENT")
 
@@ -42,40 +42,52 @@ def rope_qkv_by_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shapes as in `rope_qkv`: q [B, S, Hq, D], k [B, S, Hk, D], v [B, S, Hk, Dv]."""
     found = bind(provider, layer)
-    stored = found is not None
-    outputs = torch.ops.rope_fusion.rope_qkv.default(
+    cache = found if isinstance(found, CacheBinding) else None
+    store = None if found is None or cache is not None else found
+    need_k = options.pop("need_k")
+    q_rot, k_rot, q8 = torch.ops.rope_fusion.rope_qkv.default(
         q,
         k,
-        v if stored else None,
+        v if cache else None,
         cos,
         sin,
         positions,
-        found.k_cache if found else None,
-        found.v_cache if found else None,
-        found.slots if found else None,
+        cache.k_cache if cache else None,
+        cache.v_cache if cache else None,
+        cache.slots if cache else None,
         None,
         q_scale,
-        found.k_scale if found else None,
-        found.v_scale if found else None,
-        kv_fp8=found.fp8 if found else None,
+        cache.k_scale if cache else None,
+        cache.v_scale if cache else None,
+        kv_fp8=cache.fp8 if cache else None,
         k_scale_value=1.0,
         v_scale_value=1.0,
         kv_scale_multiplies=False,
-        k_layout=found.k_layout if found else "",
-        v_layout=found.v_layout if found else "",
+        k_layout=cache.k_layout if cache else "",
+        v_layout=cache.v_layout if cache else "",
         skip_negative_slots=True,
+        need_k=need_k or store is not None,
         **options,
     )
-    return (*outputs, q.new_empty(0))
+    if store is not None:
+        store(k_rot.flatten(0, 1), v.flatten(0, 1))
+    return q_rot, k_rot if need_k else q.new_empty(0), q8, q.new_empty(0)
 
 
 def fake(
-    q: Tensor, k: Tensor, *_: object, q_fp8: torch.dtype | None, need_q: bool, need_k: bool, **__: object
+    q: Tensor,
+    k: Tensor,
+    *_: object,
+    q_fp8: torch.dtype | None,
+    out_dtype: torch.dtype,
+    need_q: bool,
+    need_k: bool,
+    **__: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As of `rope_qkv`, and the empty tensor that orders."""
     return (
-        torch.empty_like(q) if need_q else q.new_empty(0),
-        torch.empty_like(k) if need_k else q.new_empty(0),
+        torch.empty_like(q, dtype=out_dtype) if need_q else q.new_empty(0, dtype=out_dtype),
+        torch.empty_like(k, dtype=out_dtype) if need_k else q.new_empty(0, dtype=out_dtype),
         q.new_empty(0) if q_fp8 is None else torch.empty_like(q, dtype=q_fp8),
         q.new_empty(0),
     )
