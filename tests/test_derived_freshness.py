@@ -170,6 +170,19 @@ def test_nothing_is_computed_again_while_nothing_changes():
         assert compiled.agrees(inputs())
 
 
+def test_a_source_that_is_written_before_every_call_is_named():
+    module = QuantisedLinear()
+    compiled = Compiled(module)
+
+    def decode() -> None:
+        for _ in range(40):
+            module.scale.mul_(1.01)
+            assert compiled.agrees(inputs())
+
+    with pytest.warns(RopeFusionWarning, match="scale was written before each of 32 calls"):
+        decode()
+
+
 def test_a_shared_tensor_whose_data_moves_in_one_place_is_not_changed_in_the_other():
     module = QuantisedLinear()
     alias = QuantisedLinear()

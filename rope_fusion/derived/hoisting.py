@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from rope_fusion.derived.inputs import InputInfo, info_of
 from rope_fusion.derived.lifting import erase_unread, settle
 from rope_fusion.derived.prologue import Prologue
 from rope_fusion.derived.selection import Selector, deriving_patterns
-from rope_fusion.derived.store import Derivation, DerivedStore, process_store
+from rope_fusion.derived.store import Derivation, DerivedStore, DerivedTensor, equal_valued, process_store
 from rope_fusion.options import Options
+from rope_fusion.report import DerivedTensor as ReportEntry
 from rope_fusion.report import GraphReport, RopeFusionWarning
 from rope_fusion.transaction import GraphTransaction
 
@@ -99,9 +101,24 @@ def hoisting_compile(
     kwargs["static_input_idxs"] = [*static, *range(first, first + len(hoisted.values))]
     inner = next_compile(gm, [*example_inputs, *hoisted.values], **kwargs)
     limits = {item.device: plan.budget_bytes(options.derived_budget, item.device) for item in hoisted.derivations}
-    return HoistedFunction(
-        inner, Prologue(hoisted.derivations, store, limits, options.freshness_interval, options.assume_frozen)
+    prologue = Prologue(
+        hoisted.derivations,
+        store,
+        limits,
+        options.freshness_interval,
+        options.assume_frozen,
+        functools.partial(_note_duplicates, [entry for entry in report.derived if entry.kept]),
     )
+    return HoistedFunction(inner, prologue)
+
+
+def _note_duplicates(noted: Sequence[ReportEntry], entries: Sequence[DerivedTensor | None]) -> None:
+    """Write into the report which derived tensors seem to hold the same values in different memory."""
+    kept = [entry for entry in entries if entry is not None]
+    for first, *others in equal_valued(kept):
+        for entry in noted:
+            if entry.name in [other.derivation.name for other in others]:
+                entry.reason = f"its sampled values equal those of {first.derivation.name}; one buffer would do"
 
 
 @dataclass(frozen=True)

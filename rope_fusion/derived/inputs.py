@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -43,8 +43,17 @@ def attribute_path(source: str) -> str:
 
 
 def info_of(node: Node, inputs: Sequence[InputInfo]) -> InputInfo:
-    """What is known of the input that AOTAutograd made this placeholder from."""
-    index = getattr(node.meta.get("desc"), "idx", None)
-    if isinstance(index, int) and index < len(inputs):
-        return inputs[index]
-    return InputInfo(node.name)
+    """What is known of the input that AOTAutograd made this placeholder from.
+
+    A tensor subclass arrives as its inner tensors, each a placeholder: only its name and flags are known of these.
+    """
+    description = node.meta.get("desc")
+    parts: list[str] = []
+    while hasattr(description, "base"):
+        parts.insert(0, str(getattr(description, "attr", "")))
+        description = description.base
+    index = getattr(description, "idx", None)
+    if not isinstance(index, int) or index >= len(inputs):
+        return InputInfo(node.name)
+    info = inputs[index]
+    return replace(info, name=".".join([info.name, *filter(None, parts)]), tensor=None) if parts else info

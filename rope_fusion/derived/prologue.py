@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from rope_fusion.derived.store import Derivation, DerivedStore, DerivedTensor, v
 from rope_fusion.report import RopeFusionWarning
 
 Pointers = tuple[int, ...]
+_CHURN = 32  # refreshes in a row, or nearly so, after which a source counts as one that is always written
 _VERSION = operator.attrgetter("_version")
 
 
@@ -30,6 +31,7 @@ class Binding:
         self.versions: list[int | None] = []
         self.epoch = -1
         self.calls = 0
+        self.refreshes = 0
         self.unsettled: list[DerivedTensor] = []
         self.complete = False  # every value is kept; otherwise some are computed in each call
         self.check: SampledCheck | None = None
@@ -73,6 +75,7 @@ class Prologue:
         limits: per device, the most bytes that all derived tensors together may hold.
         interval: every how many calls sources are sampled for uncounted writes; 0 never.
         assume_frozen: whether tensors without a version counter are taken as never written.
+        on_first: told about the derived tensors (None: not kept) when there are some for the first time.
     """
 
     def __init__(
@@ -82,7 +85,9 @@ class Prologue:
         limits: Mapping[torch.device, int],
         interval: int,
         assume_frozen: bool,
+        on_first: Callable[[Sequence[DerivedTensor | None]], None] | None = None,
     ) -> None:
+        self._on_first = on_first
         self.derivations = tuple(derivations)
         self.store = store
         self._limits = dict(limits)
@@ -107,10 +112,9 @@ class Prologue:
             binding = found
         if binding.unsettled:
             binding.unsettled = [entry for entry in binding.unsettled if not entry.wait()]
-        if binding.check is not None:
-            binding.calls += 1
-            if binding.check.pending or binding.calls % self._interval == 0:
-                self._sampled_check(binding, binding.check, sources)
+        binding.calls += 1
+        if binding.check is not None and (binding.check.pending or binding.calls % self._interval == 0):
+            self._sampled_check(binding, binding.check, sources)
         if binding.complete:
             return binding.values  # type: ignore[return-value]
         return [self._once(index, sources) if value is None else value for index, value in enumerate(binding.values)]
@@ -142,6 +146,7 @@ class Prologue:
             elif moved:
                 self._forget(binding)
             versions, epoch = self._versions(sources), self.store.epoch
+            self._note_churn(binding, versions)
             entries: list[DerivedTensor | None] = []
             for index, derivation in enumerate(self.derivations):
                 operands = [sources[place] for place in self._operands[index]]
@@ -155,6 +160,9 @@ class Prologue:
             # Last: from here on other threads take the binding for fresh without asking for the lock.
             binding.versions, binding.epoch = versions, epoch
             self._bindings[pointers] = binding
+            if self._on_first is not None:
+                self._on_first(entries)
+                self._on_first = None
             return binding
 
     def _versions(self, sources: Sequence[Tensor]) -> list[int | None]:
@@ -164,6 +172,18 @@ class Prologue:
             return list(map(_VERSION, sources))
         except RuntimeError:  # made under inference_mode: no counter
             return []
+
+    def _note_churn(self, binding: Binding, versions: Sequence[int | None]) -> None:
+        """Say so where a source is written in nearly every call: then deriving from it only costs."""
+        binding.refreshes += 1
+        if binding.refreshes == _CHURN and binding.calls < 2 * _CHURN:
+            changed = [
+                name for name, old, new in zip(self._names, binding.versions, versions, strict=False) if old != new
+            ]
+            self._warn(
+                f"{', '.join(changed) or 'a source'} was written before each of {_CHURN} calls, so what is derived from it "
+                "is computed again in each; rope_fusion.disable=[...] leaves a pattern out"
+            )
 
     def _known(self) -> list[Binding]:
         return [*self._moved, *self._bindings.values()]

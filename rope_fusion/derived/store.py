@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rope_fusion.derived.samples import Sampling
+from rope_fusion.derived.samples import Sampling, bits_of
 
 Place = tuple[int, int | torch.SymInt, tuple[int, ...], tuple[int, ...], torch.dtype]
 Key = tuple[str, tuple[Place, ...]]
@@ -206,17 +206,23 @@ class DerivedStore:
         """The live derived tensors."""
         return list(self._entries.values())
 
-    def equal_valued(self) -> list[list[DerivedTensor]]:
-        """Groups of derived tensors that hold the same memory several times over: same computation, equal samples.
 
-        They come from different storages, so they are kept apart; sharing one buffer in the model saves the rest. Reads
-        the samples back from the device, so it waits for it.
-        """
-        groups: dict[tuple[object, ...], list[DerivedTensor]] = {}
-        for entry in self.entries():
-            content = tuple(bytes(part.cpu().contiguous().view(torch.uint8).numpy()) for part in entry.samples)
-            groups.setdefault((entry.derivation.structure, content), []).append(entry)
-        return [group for group in groups.values() if len(group) > 1]
+def equal_valued(entries: Iterable[DerivedTensor]) -> list[list[DerivedTensor]]:
+    """Groups that hold the same memory several times over: the same computation on sources whose samples are equal.
+
+    They come from different storages, so they are kept apart; one buffer in the model would serve all. Waits for the
+    device, to read the samples back.
+    """
+    alike: dict[str, list[DerivedTensor]] = {}
+    for entry in entries:
+        if entry not in alike.setdefault(entry.derivation.structure, []):
+            alike[entry.derivation.structure].append(entry)
+    groups: dict[tuple[object, ...], list[DerivedTensor]] = {}
+    for structure, members in alike.items():
+        for entry in members if len(members) > 1 else ():
+            content = tuple(bytes(bits_of(part).cpu().numpy()) for part in entry.samples)
+            groups.setdefault((structure, content), []).append(entry)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _key(structure: str, sources: Sequence[Tensor]) -> Key:
