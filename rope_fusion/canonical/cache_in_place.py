@@ -217,33 +217,32 @@ def _tokens(
     ops: _Ops, value: Any, slots: Any, offsets: Any, axes: list[str], batched: bool
 ) -> tuple[Any, Any, Any, list[str]]:
     """Slots as a tensor, and a value whose token dims are those of the slots."""
-    along = "s" if batched or "s" in axes else "t"
-    if not isinstance(ops.value(slots), Tensor):
+    is_tensor = isinstance(ops.value(slots), Tensor)
+    rank = ops.value(slots).dim() if is_tensor else 1
+    if not batched and rank < 2 and ("b" in axes or "s" in axes):
+        value, axes = _flat_tokens(ops, value, axes)
+    if not is_tensor:
+        along = "s" if batched else "t"
         length = ops.size(value, axes.index(along)) if along in axes else 1
         keywords = {"start": slots, "step": 1, "dtype": torch.int64, "device": ops.value(value).device}
         slots = ops.call(prims.iota.default, length, **keywords, requires_grad=False)
-    elif ops.value(slots).dim() == 0:
+    elif rank == 0:
         slots = ops.call(aten.unsqueeze.default, slots, 0)
-    rank = ops.value(slots).dim()
-    if batched:
-        missing = [name for name in ("b", "s") if name not in axes]
-    elif rank == 2 and "t" in axes:
-        flat = [ops.call(aten.reshape.default, x, [-1]) if x is not None else None for x in (slots, offsets)]
-        return flat[0], flat[1], value, axes
-    elif rank == 2:
-        missing = [name for name in ("b", "s") if name not in axes]
-    elif "b" in axes or "s" in axes:
-        rest = [name for name in axes if name in _DATA]
-        tokens = [name for name in ("b", "s") if name in axes]
-        value = _arranged(ops, value, axes, [*tokens, *rest])
-        value = ops.call(aten.reshape.default, value, [-1, *_sizes(ops, value)[len(tokens) :]])
-        return slots, offsets, value, ["t", *rest]
-    else:
-        missing = [name for name in ("t",) if name not in axes]
-    for name in missing:
-        value = ops.call(aten.unsqueeze.default, value, 0)
-        axes = [name, *axes]
+    for name in ("b", "s") if batched or rank == 2 else ("t",):
+        if name not in axes:
+            value = ops.call(aten.unsqueeze.default, value, 0)
+            axes = [name, *axes]
     return slots, offsets, value, axes
+
+
+def _flat_tokens(ops: _Ops, value: Any, axes: Sequence[str]) -> tuple[Any, list[str]]:
+    """`value` with its batch and sequence as one dim of tokens, the first."""
+    rest = [name for name in axes if name in _DATA]
+    tokens = [name for name in ("b", "s") if name in axes]
+    value = _arranged(ops, value, axes, [*tokens, *rest])
+    if len(tokens) == 2:
+        value = ops.call(aten.reshape.default, value, [-1, *_sizes(ops, value)[2:]])
+    return value, ["t", *rest]
 
 
 def _whole_batch(ops: _Ops, base: Any, value: Any, layout: Sequence[str], axes: Sequence[str]) -> bool:
