@@ -47,7 +47,7 @@ def info_of(node: Node, inputs: Sequence[InputInfo]) -> InputInfo:
 
     A tensor subclass arrives as its inner tensors, each a placeholder: only its name and flags are known of these.
     """
-    description = node.meta.get("desc")
+    description: Any = node.meta.get("desc")
     parts: list[str] = []
     while hasattr(description, "base"):
         parts.insert(0, str(getattr(description, "attr", "")))

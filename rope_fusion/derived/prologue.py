@@ -175,14 +175,15 @@ class Prologue:
 
     def _note_churn(self, binding: Binding, versions: Sequence[int | None]) -> None:
         """Say so where a source is written in nearly every call: then deriving from it only costs."""
+        if binding.versions == versions:  # another thread was first
+            return
         binding.refreshes += 1
         if binding.refreshes == _CHURN and binding.calls < 2 * _CHURN:
-            changed = [
-                name for name, old, new in zip(self._names, binding.versions, versions, strict=False) if old != new
-            ]
+            pairs = zip(self._names, binding.versions, versions, strict=False)
+            changed = ", ".join(name for name, old, new in pairs if old != new)
             self._warn(
-                f"{', '.join(changed) or 'a source'} was written before each of {_CHURN} calls, so what is derived from it "
-                "is computed again in each; rope_fusion.disable=[...] leaves a pattern out"
+                f"{changed or 'a source'} was written before each of {_CHURN} calls, so what is derived from it is "
+                "computed again in each; rope_fusion.disable=[...] leaves a pattern out"
             )
 
     def _known(self) -> list[Binding]:
