@@ -175,15 +175,13 @@ def _drop_unread_outputs(graph: Graph, fake_mode: Any) -> None:
         if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in fused:
             continue
         read = {user.args[1] for user in node.users if user in live}
-        changed = {}
+        values = list(node.meta["val"])
         for index, flag in enumerate(("need_q", "need_k")):
             if node.kwargs[flag] and index not in read:
-                changed[flag] = False
-        if changed:
-            node.kwargs = {**node.kwargs, **changed}
-            arguments = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-            with fake_mode, torch.no_grad():
-                node.meta["val"] = node.target(*arguments[0], **arguments[1])
+                node.kwargs = {**node.kwargs, flag: False}
+                with fake_mode, torch.no_grad():
+                    values[index] = values[index].new_empty((0,))
+        node.meta["val"] = tuple(values)
 
 
 @functools.lru_cache(maxsize=64)

@@ -39,7 +39,7 @@ class PatternRunner:
         self._report: GraphReport | None = None
         self._graph: Graph | None = None
         self._max_tokens: int | None = None
-        self._placed: set[Node] = set()
+        self._replaced_inputs: list[Node] = []  # of the last accepted match
         self._pass = PatternMatcherPass(f"rope_fusion_{entry.name}")
         with FakeTensorMode():
             example = list(entry.pattern.example_inputs())
@@ -63,12 +63,12 @@ class PatternRunner:
     def apply(self, graph: Graph, report: GraphReport, max_tokens: int | None = None) -> int:
         """Replace every accepted match; the number of hits. With `max_tokens`, matches that may have more are refused."""
         self._graph, self._report, self._max_tokens = graph, report, max_tokens
-        self._placed = set(graph.nodes)
+        self._replaced_inputs = []
         try:
             count = self._pass.apply(graph)
         finally:
             self._graph = self._report = self._max_tokens = None
-            self._placed = set()
+            self._replaced_inputs = []
         if count:
             stable_topological_sort(graph)
         for _ in range(count):
@@ -91,17 +91,18 @@ class PatternRunner:
         if depends(inputs, outputs):
             return "one of its inputs depends on one of its outputs"
         values = map_arg(dict(match.kwargs), lambda node: node.meta["val"])
-        if (sentence := _too_many_tokens(values, self._max_tokens)) is not None:
-            return sentence
-        return self.entry.pattern.refuse(**values)
+        sentence = _too_many_tokens(values, self._max_tokens) or self.entry.pattern.refuse(**values)
+        if sentence is None:
+            self._replaced_inputs = inputs
+        return sentence
 
     def _keep_sorted(self) -> None:
         """A replacement is placed before the first of its outputs, which may be before the last of its inputs."""
         assert self._graph is not None
-        added = [n for n in self._graph.nodes if n not in self._placed]
-        if any(source > node for node in added for source in node.all_input_nodes):
+        users = {user for node in self._replaced_inputs for user in node.users}
+        if any(source > user for user in users for source in user.all_input_nodes):
             stable_topological_sort(self._graph)
-        self._placed.update(added)
+        self._replaced_inputs = []
 
 
 def _too_many_tokens(values: Mapping[str, Any], most: int | None) -> str | None:
