@@ -64,6 +64,7 @@ BASE = Variant(
     scales="tensor",
     multiplies=False,
     needs=(False, False),
+    wide_out=False,
     math="fp32",
     writes="kv",
 )

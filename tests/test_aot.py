@@ -48,6 +48,7 @@ GPT_OSS = Variant(
     scales="tensor",
     multiplies=False,
     needs=(False, False),
+    wide_out=False,
     math="fp32",
     writes="kv",
 )
@@ -58,6 +59,7 @@ SHAPES = {
     "gpt-oss, fp8 bytes in one buffer, exact": replace(GPT_OSS, cache="bytes", layout="n 0 p h d", math="exact fp32"),
     "llama": replace(PLAIN, dims=(128, 128, 0), heads=(32, 8), full_width=True, **STATIC),
     "llama, fp8, heads before places": replace(GPT_OSS, dims=(128, 128, 0), heads=(32, 8), layout="n h p d"),
+    "gpt-oss, fp8 of unrounded values": replace(GPT_OSS, wide_out=True),
     "phi, exact": replace(PLAIN, dims=(96, 96, 0), heads=(32, 32), math="exact own dtype"),
     "gpt-neox, partial": replace(PLAIN, dims=(80, 20, 0), heads=(32, 32), dtype=FP16, angle_dtype=FP16),
     "gpt-j, interleaved": replace(PLAIN, dims=(256, 64, 0), heads=(16, 16), pairing="interleaved"),
@@ -90,7 +92,7 @@ def compiled(target: Target, variant: Variant, rule: int) -> Compiled:
     call = make_call(variant, device="meta")
     tokens = min(int(min(LAUNCH_TABLE[rule].up_to, 1 << 20)), 1 << 20)
     parameters = choose_parameters(tokens, *variant.heads, variant.dims[0])
-    return compile_call(target, prepare(*call.args, **call.options, parameters=parameters))
+    return compile_call(target, prepare(*call.args, **call.options, parameters=parameters, target=target))
 
 
 def chosen() -> list[Any]:

@@ -31,6 +31,7 @@ PLAIN: dict[str, Any] = {
     "v_layout": "n p h d",
     "skip_negative_slots": True,
     "math_dtype": FP32,
+    "out_dtype": FP32,
     "exact": False,
     "need_q": True,
     "need_k": True,
@@ -50,7 +51,8 @@ def operands(dtype: torch.dtype, angle_dtype: torch.dtype | None = None, dim: in
 
 def rotated(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, **changes: Any) -> Any:
     nothing = [None] * 8
-    return OPERATOR(q, k, None, cos, sin, positions, *nothing[:4], *nothing[:3], **{**PLAIN, **changes})[:2]
+    options = {**PLAIN, "out_dtype": q.dtype, **changes}
+    return OPERATOR(q, k, None, cos, sin, positions, *nothing[:4], *nothing[:3], **options)[:2]
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -191,8 +193,21 @@ def test_fp8_values_are_made_from_the_rounded_rotation() -> None:
     q, k, cos, sin, positions = operands(BF16, FP32)
     scale = torch.tensor([0.013])
     args = [q, k, None, cos, sin, positions, None, None, None, None, scale, None, None]
-    q_rot, _, q8 = OPERATOR(*args, **{**PLAIN, "q_fp8": E4M3})
+    q_rot, _, q8 = OPERATOR(*args, **{**PLAIN, "q_fp8": E4M3, "out_dtype": BF16})
     assert torch.equal(q8.view(torch.uint8), quantised(q_rot, scale).view(torch.uint8))
+
+
+def test_fp8_values_are_made_from_the_unrounded_rotation_where_the_program_never_rounds() -> None:
+    q, k, cos, sin, positions = operands(BF16, FP32)
+    scale = torch.tensor([0.013])
+    args = [q, k, None, cos, sin, positions, None, None, None, None, scale, None, None]
+    q_rot, k_rot, q8 = OPERATOR(*args, **PLAIN)[:2] + OPERATOR(*args, **{**PLAIN, "q_fp8": E4M3})[2:]
+    for got, x in ((q_rot, q), (k_rot, k)):
+        assert got.dtype == FP32
+        assert torch.equal(got, rotated(x.float(), None, cos, sin, positions)[0])
+    assert torch.equal(q8.view(torch.uint8), quantised(q_rot, scale).view(torch.uint8))
+    rounded = OPERATOR(*args, **{**PLAIN, "q_fp8": E4M3, "out_dtype": BF16})[2]
+    assert not torch.equal(q8.view(torch.uint8), rounded.view(torch.uint8))
 
 
 def test_scales_per_head_meet_their_heads_in_a_joint_byte_buffer() -> None:
@@ -200,7 +215,7 @@ def test_scales_per_head_meet_their_heads_in_a_joint_byte_buffer() -> None:
     buffer = torch.zeros(2, 6, 4, 2, 64, dtype=torch.uint8)
     k_scale, v_scale = torch.tensor([0.02, 0.5]), torch.tensor([0.3, 0.01])
     slots = torch.randperm(24)[:10]
-    options = {**PLAIN, "kv_fp8": E4M3, "k_layout": "0 n p h d", "v_layout": "1 n p h d"}
+    options = {**PLAIN, "out_dtype": BF16, "kv_fp8": E4M3, "k_layout": "0 n p h d", "v_layout": "1 n p h d"}
     _, k_rot, _ = OPERATOR(q, k, k, cos, sin, positions, buffer, None, slots, None, None, k_scale, v_scale, **options)
     for part, value, scale in ((0, k_rot, k_scale), (1, k, v_scale)):
         want = quantised(value, scale[:, None]).view(torch.uint8).view(10, 2, 64)
@@ -266,6 +281,7 @@ def test_refusals_name_the_limit_and_what_was_met() -> None:
     assert "int16" in str(unsupported(h200, **fits, index_dtypes=[torch.int16]))
     assert "bf16, fp16, fp32 or FP8, got torch.int8" in str(unsupported(h200, **fits, cache_dtypes=[torch.int8]))
     assert "bf16, fp16 or fp32, got torch.float64" in str(unsupported(h200, **{**fits, "q_dtype": FP64}))
+    assert "leaves it in fp32, got torch.float16" in str(unsupported(h200, **fits, out_dtype=FP16))
 
 
 def test_amd_devices_take_the_fp8_dtype_of_their_generation() -> None:
@@ -289,6 +305,6 @@ def test_covering_set_holds_every_pair_of_choices_that_go_together() -> None:
 def test_reference_takes_no_tokens() -> None:
     q, k, cos, sin, positions = operands(BF16, FP32)
     args: list[Any] = [q[:0], k[:0], None, cos, sin, positions[:0], *[None] * 7]
-    q_rot, k_rot, _ = reference(*args, **PLAIN)
+    q_rot, k_rot, _ = reference(*args, **{**PLAIN, "out_dtype": BF16})
     assert q_rot.shape == (0, 5, 4, 64)
     assert k_rot.shape == (0, 5, 2, 64)

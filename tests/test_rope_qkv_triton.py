@@ -2,9 +2,6 @@
 
 The interpreter is chosen when Triton is imported, so the tests run in a process of their own: collected normally, this
 file holds one test that runs it again with TRITON_INTERPRET=1.
-
-The interpreter narrows floats by a routine of its own that truncates to bf16 and mishandles carries, ties and
-subnormals of FP8. The fixture below puts torch's conversions in its place, so that bytes can be compared.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import exact_arithmetic
 from torch import Tensor
 
 from rope_fusion.kernels.rope_qkv import reference
@@ -36,21 +34,9 @@ def test_kernel_agrees_with_the_reference_in_the_interpreter() -> None:
 
 
 @pytest.fixture(autouse=True)
-def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        from triton.runtime import interpreter
-
-        from rope_fusion.kernels.rope_qkv_triton import TRITON_DTYPES
-
-        torch_dtypes = {str(triton_dtype): dtype for dtype, triton_dtype in TRITON_DTYPES.items()}
-
-        def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-            bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-            value = torch.from_numpy(data.copy().view(f"u{data.dtype.itemsize}")).view(torch_dtypes[str(source)])
-            narrow = value.to(torch_dtypes[str(target)])
-            return narrow.view(bits[narrow.element_size()]).numpy()
-
-        monkeypatch.setattr(interpreter, "_convert_float", convert)
+        exact_arithmetic(monkeypatch)
 
 
 def launched(
@@ -107,7 +93,8 @@ def test_slots_and_positions_outside_their_tensors_touch_no_foreign_memory() -> 
     cos, sin = torch.randn(5, 4), torch.randn(5, 4)
     positions, slots = torch.tensor([5, 2, 4]), torch.tensor([1, 12, 7])  # the table ends at 4, the cache at 11
     guarded = torch.zeros(6, 4, 2, 8)
-    options = {**make_call(VARIANTS[0]).options, "rotary_dim": 8, "rotary_start": 0, "q_fp8": None, "kv_fp8": None}
+    options = {**make_call(VARIANTS[0]).options, "rotary_dim": 8, "rotary_start": 0, "q_fp8": None}
+    options |= {"kv_fp8": None, "out_dtype": FP32}
     options |= {"k_layout": "n p h d", "skip_negative_slots": True, "need_q": True}
     args = [q, q, None, cos, sin, positions, guarded[:3], None, slots, *[None] * 4]
     q_rot, _, _ = launched(PreparedCall(args, options))
@@ -126,7 +113,7 @@ def test_quotients_by_the_reciprocal_clamp_and_keep_nan(scale: float) -> None:
     args: list[Any] = [q[..., [0, 1, 2, 3, 4, 5, 0, 0]], None, None, cos, sin, *[None] * 8]
     options = {**call.options, "rotary_dim": 8, "rotary_start": 0, "interleaved": False, "halves_out": False}
     options |= {"q_fp8": torch.float8_e4m3fn, "kv_fp8": None, "q_scale_value": scale, "q_scale_multiplies": False}
-    options |= {"exact": False, "math_dtype": FP32}
+    options |= {"exact": False, "math_dtype": FP32, "out_dtype": FP32}
     for x in (args[0], q):
         args[0] = x
         want = reference(*args, **options)[2]

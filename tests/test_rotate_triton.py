@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import exact_arithmetic
 from torch import Tensor
 
 from rope_fusion.kernels.rope_qkv import quantise_reference
@@ -37,21 +38,9 @@ def test_kernel_agrees_with_the_reference_in_the_interpreter() -> None:
 
 
 @pytest.fixture(autouse=True)
-def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        from triton.runtime import interpreter
-
-        from rope_fusion.kernels.rope_qkv_triton import TRITON_DTYPES
-
-        torch_dtypes = {str(triton_dtype): dtype for dtype, triton_dtype in TRITON_DTYPES.items()}
-
-        def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-            bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-            value = torch.from_numpy(data.copy().view(f"u{data.dtype.itemsize}")).view(torch_dtypes[str(source)])
-            narrow = value.to(torch_dtypes[str(target)])
-            return narrow.view(bits[narrow.element_size()]).numpy()
-
-        monkeypatch.setattr(interpreter, "_convert_float", convert)
+        exact_arithmetic(monkeypatch)
 
 
 def rotary(**changes: Any) -> Rotary:

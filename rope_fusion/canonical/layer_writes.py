@@ -16,7 +16,7 @@ from rope_fusion.canonical.layout import is_one
 from rope_fusion.canonical.operators import fused_by_layer
 from rope_fusion.canonical.records import LayerWrite
 from rope_fusion.engines import cache_provider
-from rope_fusion.kernels.rope_by_layer import by_layer_operator, layer_type
+from rope_fusion.kernels.rope_by_layer import by_layer_operator, takes_opaque_layer
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def _own_operator(emitter: Emitter, node: Node, write: LayerWrite) -> list[Node]
     rotary = RotaryAttributes.decode(str(rotary_text))
     quant = QuantAttributes.decode(str(quant_text)) if quant_text is not None else None
     original: Any = write.operator
-    target = by_layer_operator(layer_type(original), _outside_cuda_graphs(original))
+    target = by_layer_operator(takes_opaque_layer(original), _outside_cuda_graphs(original))
     call = emitter.call(
         target,
         q,
@@ -102,7 +102,7 @@ def _engine_operator(emitter: Emitter, node: Node, write: LayerWrite) -> list[No
     table = _joined_table(cos, sin)
     if packet is None or table is None or quant_text is not None or positions is None:
         return None
-    if rotary.inverse or rotary.start or rotary.halves_out or layer_type(packet.default) != layer_type(write.operator):
+    if rotary.inverse or rotary.start or rotary.halves_out or takes_opaque_layer(packet.default) != takes_opaque_layer(write.operator):
         return None
     if provider is None or not provider.engine_fuses(known_layer(write.layer)):
         return None

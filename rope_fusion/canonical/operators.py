@@ -93,4 +93,5 @@ def _fused_by_layer(
     layer: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q8 = q.new_empty(0) if quant is None else torch.empty_like(q, dtype=QuantAttributes.decode(quant).dtype)
-    return torch.empty_like(q), torch.empty_like(k), q8, k.new_empty(0)
+    dtype = RotaryAttributes.decode(rotary).out_dtype
+    return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype), q8, k.new_empty(0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from rope_fusion._torch import auto_functionalized
 from rope_fusion.canonical.attributes import KvWriteAttributes, QuantAttributes, RotaryAttributes
 from rope_fusion.kernels import rope_qkv as _operator
+from rope_fusion.kernels.cache_layout import parse_layout
 
 
 def call_prologue(
@@ -33,8 +34,8 @@ def call_prologue(
 ) -> tuple[Any, ...]:
     """`rope_fusion::rope_qkv` made functional -> (q_rot, k_rot, q_fp8, k_cache', v_cache').
 
-    `rotary`, `quant` and `kv` are encoded attributes of the canonical operators. Both rotated tensors are requested; the pass drops
-    those that nobody reads.
+    `rotary`, `quant` and `kv` are encoded attributes of the canonical operators. Both rotated tensors are requested; the
+    pass drops those that nobody reads.
     """
     rope = RotaryAttributes.decode(rotary)
     q_fp8 = QuantAttributes.decode(quant) if quant is not None else None
@@ -67,6 +68,7 @@ def call_prologue(
         v_layout=write.v_layout if write else "",
         skip_negative_slots=write.skip_negative_slots if write else False,
         math_dtype=rope.math_dtype,
+        out_dtype=rope.out_dtype,
         exact=rope.exact,
         need_q=True,
         need_k=k is not None,
@@ -118,10 +120,17 @@ def refuse_prologue(
         return f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
     if cos.stride(-1) != 1 or sin.stride(-1) != 1:
         return "the columns of cos and sin are not contiguous"
+    rope = RotaryAttributes.decode(rotary)
+    if rope.out_dtype not in (q.dtype, torch.float32):
+        return f"the rotated {q.dtype} goes on as {rope.out_dtype}; the fused operator gives its input's dtype or fp32"
     if q.device.type == "cpu":
         return None
-    rope = RotaryAttributes.decode(rotary)
     write = KvWriteAttributes.decode(kv) if kv is not None else None
+    if write is not None and k is not None and k_cache is not None:
+        for cache, layout in ((k_cache, write.k_layout), (k_cache if v_cache is None else v_cache, write.v_layout)):
+            geometry = parse_layout(layout).geometry(tuple(cache.shape), cache.stride(), k.shape[2])
+            if geometry.dim_stride != 1:
+                return f"the fused kernel writes caches whose head dim is contiguous, which {layout!r} is not"
     return _operator.unsupported(
         _operator.target_of(q.device),
         q_dtype=q.dtype,
@@ -130,6 +139,7 @@ def refuse_prologue(
         rotary_dim=rope.rotary_dim,
         v_head_dim=v.shape[3] if v is not None else None,
         math_dtype=rope.math_dtype if rope.exact else torch.float32,
+        out_dtype=rope.out_dtype,
         q_fp8=QuantAttributes.decode(quant).dtype if quant is not None else None,
         kv_fp8=write.kv_fp8 if write is not None else None,
         cache_dtypes=[cache.dtype for cache in (k_cache, v_cache) if cache is not None],

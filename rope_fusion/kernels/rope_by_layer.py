@@ -9,13 +9,13 @@ in ``eager`` carry ``torch.Tag.cudagraph_unsafe``, for engines that keep their c
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rope_fusion._torch import opaque_type_name
 from rope_fusion.engines import CacheBinding, bind
 from rope_fusion.kernels import rope_qkv  # noqa: F401  (registers the operator that this one calls)
 
@@ -94,23 +94,24 @@ def fake(
 
 
 @cache
-def by_layer_operator(layer_type: str, cudagraph_unsafe: bool = False) -> torch._ops.OpOverload:
-    """The overload for layers given as `layer_type` (a type name as in an operator's schema), defined when first asked for."""
-    overload = re.sub(r"\W", "_", layer_type) + ("_eager" if cudagraph_unsafe else "")
+def by_layer_operator(opaque: bool, cudagraph_unsafe: bool = False) -> torch._ops.OpOverload:
+    """The overload for layers given as str, or as an opaque object; defined when first asked for."""
+    overload = ("opaque" if opaque else "str") + ("_eager" if cudagraph_unsafe else "")
     tags = [torch.Tag.needs_fixed_stride_order]
     if cudagraph_unsafe:
         tags.append(torch.Tag.cudagraph_unsafe)
-    LIBRARY.define(SCHEMA.format(overload=overload, layer=layer_type), tags=tuple(tags))
+    layer = opaque_type_name() if opaque else "str"
+    LIBRARY.define(SCHEMA.format(overload=overload, layer=layer), tags=tuple(tags))
     name = f"rope_qkv_by_layer.{overload}"
     LIBRARY.impl(name, rope_qkv_by_layer, "CompositeExplicitAutograd")
     torch.library.register_fake(f"rope_fusion::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.rope_fusion.rope_qkv_by_layer, overload)
 
 
-def layer_type(operator: torch._ops.OpOverload) -> str:
-    """The type of an engine operator's argument ``layer_name``, as its schema spells it."""
+def takes_opaque_layer(operator: torch._ops.OpOverload) -> bool:
+    """Whether an engine operator's argument ``layer_name`` is an opaque object rather than a str."""
     argument = next(a for a in operator._schema.arguments if a.name == "layer_name")
-    return str(argument.type)
+    return str(argument.type) != "str"
 
 
 def prepare(operators: tuple[str, ...] = ("vllm::unified_kv_cache_update",)) -> None:
@@ -122,5 +123,5 @@ def prepare(operators: tuple[str, ...] = ("vllm::unified_kv_cache_update",)) -> 
         namespace, operator = name.split("::")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:
-            for unsafe in (False, True):
-                by_layer_operator(layer_type(packet.default), unsafe)
+            for cudagraph_unsafe in (False, True):
+                by_layer_operator(takes_opaque_layer(packet.default), cudagraph_unsafe)

@@ -5,7 +5,9 @@ the same in one launch. Importing this module registers the operator and does no
 
 Shapes: q ``[B, S, Hq, D]``, k ``[B, S, Hk, D]``, v ``[B, S, Hk, Dv]`` with any strides whose last is 1; cos and sin are
 tables ``[P, C]`` gathered at ``positions`` (``[B, S]``, ``[1, S]`` or ``[S]``), or rows ``[B or 1, S or 1, C]``. C is
-``rotary_dim / 2``, one column for each pair, or ``rotary_dim``, one for each element.
+``rotary_dim / 2``, one column for each pair, or ``rotary_dim``, one for each element. ``out_dtype`` is the dtype of the
+rotated q and k, and what a rotated value is rounded to before it is quantised or stored: q's own, or float32, where the
+program quantises what it has not rounded.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ SCHEMA = """rope_qkv(Tensor q, Tensor? k, Tensor? v, Tensor cos, Tensor sin, Ten
     bool interleaved, bool inverse, bool halves_out, int rotary_dim, int rotary_start,
     ScalarType? q_fp8, ScalarType? kv_fp8, float q_scale_value, float k_scale_value, float v_scale_value,
     bool q_scale_multiplies, bool kv_scale_multiplies, str k_layout, str v_layout, bool skip_negative_slots,
-    ScalarType math_dtype, bool exact, bool need_q, bool need_k) -> (Tensor q_rot, Tensor k_rot, Tensor q_fp8_out)"""
+    ScalarType math_dtype, ScalarType out_dtype, bool exact,
+    bool need_q, bool need_k) -> (Tensor q_rot, Tensor k_rot, Tensor q_fp8_out)"""
 
 
 def rotate_reference(
@@ -39,11 +42,13 @@ def rotate_reference(
     rotary_dim: int,
     rotary_start: int,
     math_dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``x`` [..., D] with its rotary slice rotated, in x's dtype and (preserved) layout.
+    """``x`` [..., D] with its rotary slice rotated, in ``out_dtype`` (None: x's) and x's (preserved) layout.
 
     Every operand is cast to ``math_dtype`` and every multiply and add rounds to it, as the eager spelling of a model
-    does; elements outside the slice pass through bit for bit. cos and sin broadcast against x's leading dims.
+    does; elements outside the slice pass through, bit for bit where the dtype stays. cos and sin broadcast against x's
+    leading dims.
     """
     half = rotary_dim // 2
     rotary = x[..., rotary_start : rotary_start + rotary_dim].to(math_dtype)
@@ -60,7 +65,7 @@ def rotate_reference(
     first, second = pairs(rotary)
     first, second = first * cos_first - second * sin_first, second * cos_second + first * sin_second
 
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=out_dtype)
     out[..., :rotary_start] = x[..., :rotary_start]
     out[..., rotary_start + rotary_dim :] = x[..., rotary_start + rotary_dim :]
     target = out[..., rotary_start : rotary_start + rotary_dim]
@@ -116,7 +121,7 @@ def store_reference(
     rows = rows[: place.shape[0]]
     if skip_negative_slots:
         block, place, rows = block[valid], place[valid], rows[valid]
-    target[block, place] = rows
+    target[block, place] = rows.reshape(-1, *target.shape[2:])
 
 
 def reference(
@@ -150,6 +155,7 @@ def reference(
     v_layout: str,
     skip_negative_slots: bool,
     math_dtype: torch.dtype,
+    out_dtype: torch.dtype,
     exact: bool,
     need_q: bool,
     need_k: bool,
@@ -175,6 +181,7 @@ def reference(
             rotary_dim=rotary_dim,
             rotary_start=rotary_start,
             math_dtype=math_dtype if exact else wide,
+            out_dtype=out_dtype,
         )
 
     def store(cache: Tensor, layout: str, x: Tensor, scale: Tensor | float) -> None:
@@ -199,19 +206,26 @@ def reference(
             q_rot, q_scale_value if q_scale is None else q_scale, q_fp8, multiply=q_scale_multiplies
         )
     return (
-        q_rot if need_q else q.new_empty(0),
-        k_rot if need_k and k_rot is not None else q.new_empty(0),
+        q_rot if need_q else q.new_empty(0, dtype=out_dtype),
+        k_rot if need_k and k_rot is not None else q.new_empty(0, dtype=out_dtype),
         q8,
     )
 
 
 def fake(
-    q: Tensor, k: Tensor | None, *_: object, q_fp8: torch.dtype | None, need_q: bool, need_k: bool, **__: object
+    q: Tensor,
+    k: Tensor | None,
+    *_: object,
+    q_fp8: torch.dtype | None,
+    out_dtype: torch.dtype,
+    need_q: bool,
+    need_k: bool,
+    **__: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs as ``empty_like`` of the inputs makes them, or of shape ``(0,)`` where nobody wants them."""
     return (
-        torch.empty_like(q) if need_q else q.new_empty(0),
-        torch.empty_like(k) if need_k and k is not None else q.new_empty(0),
+        torch.empty_like(q, dtype=out_dtype) if need_q else q.new_empty(0, dtype=out_dtype),
+        torch.empty_like(k, dtype=out_dtype) if need_k and k is not None else q.new_empty(0, dtype=out_dtype),
         q.new_empty(0) if q_fp8 is None else torch.empty_like(q, dtype=q_fp8),
     )
 
@@ -285,6 +299,7 @@ def unsupported(
     rotary_dim: int,
     v_head_dim: int | None = None,
     math_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype | None = None,
     q_fp8: torch.dtype | None = None,
     kv_fp8: torch.dtype | None = None,
     cache_dtypes: Iterable[torch.dtype] = (),
@@ -299,6 +314,8 @@ def unsupported(
             return f"the fused kernel takes {what} in bf16, fp16 or fp32, got {dtype}"
     if math_dtype not in limits.math_dtypes:
         return f"the fused kernel computes in bf16, fp16, fp32 or fp64, got {math_dtype}"
+    if out_dtype not in (None, q_dtype, torch.float32):
+        return f"the fused kernel rounds a rotated {q_dtype} to that dtype or leaves it in fp32, got {out_dtype}"
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         return f"rotary_dim must be even and between 2 and head_dim {head_dim}, got {rotary_dim}"
     for what, size in (("head_dim", head_dim), ("the head_dim of v", v_head_dim or 1)):

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rope_fusion.kernels.cache_layout import Geometry, parse_layout
-from rope_fusion.kernels.rope_qkv import target_of, unsupported
+from rope_fusion.kernels.rope_qkv import Target, target_of, unsupported
 
 LINEAR = tl.constexpr(0)  # how a token finds its row in a cache: slot * place stride,
 PAGED = tl.constexpr(1)  # slot = block * places + place,
@@ -142,9 +142,10 @@ def _materialised(x, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 def _load_rotated(
     ptr, rows, mask, cos_ptr, sin_ptr, cos_row, sin_row, in_table,
     ROTARY: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
-    WIDE: tl.constexpr, MATH: tl.constexpr, EXACT: tl.constexpr, WIDE_ANGLES: tl.constexpr, PACKED: tl.constexpr,
+    WIDE: tl.constexpr, MATH: tl.constexpr, OUT: tl.constexpr, EXACT: tl.constexpr, WIDE_ANGLES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """The rotated pairs of a tile, rounded to the dtype of its tensor."""
+    """The rotated pairs of a tile, rounded to OUT."""
     a, b = _load_pairs(ptr, rows, mask, 0.0, ROTARY, BLOCK, INTERLEAVED)
     cos_rows, sin_rows, angle_mask = cos_row[:, None, None], sin_row[:, None, None], in_table[:, None, None]
     if WIDE_ANGLES:  # each head loads its own copy, in the layout of the tile: more first-level traffic, no exchange
@@ -153,49 +154,62 @@ def _load_rotated(
     c1, c2 = _load_angles(cos_ptr, cos_rows, angle_mask, ROTARY, BLOCK, FULL, INTERLEAVED)
     s1, s2 = _load_angles(sin_ptr, sin_rows, angle_mask, ROTARY, BLOCK, FULL, INTERLEAVED)
     first, second = _rotate(a, b, c1, c2, s1, s2, INVERSE, WIDE, MATH, EXACT)
-    return _materialised(first, ptr.dtype.element_ty, PACKED), _materialised(second, ptr.dtype.element_ty, PACKED)
+    return _materialised(first, OUT, PACKED), _materialised(second, OUT, PACKED)
+
+
+@triton.jit
+def _reciprocal(scale):
+    """1 / scale in two parts of fp32, which add up to it within 2^-45 of it."""
+    # The first part lies below the reciprocal, so that the second has its sign: no infinity meets its opposite when
+    # both multiply an x. Where there is no finite reciprocal the parts are alike, for the same reason.
+    upper = (1.0 / scale) * (1.0 - 2.0**-20)
+    rest = tl.fma(-upper, scale, 1.0)
+    lower = tl.fma(upper * rest, rest, upper * rest)
+    return upper, tl.where(rest > 0.0, lower, upper)
 
 
 @triton.jit
 def _load_scale(ptr, value, head, PER_HEAD: tl.constexpr, HEADS: tl.constexpr):
-    """The scale and its reciprocal in fp32: scalars, or [1, heads, 1]."""
+    """The scale and its reciprocal in two parts, in fp32: scalars, or [1, heads, 1]."""
     if PER_HEAD:
         scale = tl.load(ptr + head, mask=head < HEADS, other=1.0).to(tl.float32)[None, :, None]
     elif ptr is not None:
         scale = tl.load(ptr).to(tl.float32)
     else:
         scale = value
-    return scale, tl.div_rn(1.0, scale)
+    upper, lower = _reciprocal(scale)
+    return scale, upper, lower
 
 
 @triton.jit
 def _quantise(
-    x, scale, reciprocal, FP8: tl.constexpr, LIMIT: tl.constexpr, MULTIPLIES: tl.constexpr, EXACT: tl.constexpr
+    x, scale, upper, lower, FP8: tl.constexpr, LIMIT: tl.constexpr, MULTIPLIES: tl.constexpr, EXACT: tl.constexpr
 ):
-    """`clamp(x / scale, ±LIMIT)` in FP8; NaN stays NaN."""
+    """`clamp(x / scale, ±LIMIT)` in FP8; NaN stays NaN. No LIMIT where the conversion itself saturates."""
     x = x.to(tl.float32)
     if MULTIPLIES:
         scaled = x * scale
     elif EXACT:
         scaled = tl.div_rn(x, scale)
     else:
-        # A product with the hoisted reciprocal errs in the last bit, which moves values that sit between two FP8
-        # numbers. One correction step makes it the correctly rounded quotient (Markstein) for two fused multiply-adds;
-        # the clamp before it keeps an overflowing product from turning into NaN.
-        guess = tl.clamp(x * reciprocal, -2.0 * LIMIT, 2.0 * LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        scaled = tl.fma(tl.fma(guess, -scale, x), reciprocal, guess)
-    return tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(FP8)
+        # A product with a reciprocal in fp32 errs in the last bit, which moves values that sit between two FP8 numbers.
+        # With the reciprocal in two parts it is the rounded quotient, for one fused multiply-add more.
+        scaled = tl.fma(x, upper, x * lower)
+    if LIMIT is not None:
+        scaled = tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(FP8)
 
 
 @triton.jit
 def _as_stored(
-    x, ptr, scale, reciprocal, FP8: tl.constexpr, LIMIT: tl.constexpr, MULTIPLIES: tl.constexpr, EXACT: tl.constexpr
+    x, ptr, scale, upper, lower,
+    FP8: tl.constexpr, LIMIT: tl.constexpr, MULTIPLIES: tl.constexpr, EXACT: tl.constexpr,
 ):
     """`x` as the tensor behind `ptr` holds it: quantised, as bytes where the tensor is typed uint8, or cast."""
     if FP8 is None:
         return x.to(ptr.dtype.element_ty)
     else:
-        quantised = _quantise(x, scale, reciprocal, FP8, LIMIT, MULTIPLIES, EXACT)
+        quantised = _quantise(x, scale, upper, lower, FP8, LIMIT, MULTIPLIES, EXACT)
         if ptr.dtype.element_ty == tl.uint8:
             return quantised.to(tl.uint8, bitcast=True)
         else:
@@ -268,7 +282,7 @@ def rope_qkv_kernel(
     UNIT: tl.constexpr, SPLIT: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, V_DIM: tl.constexpr, ROTARY: tl.constexpr, START: tl.constexpr, FULL: tl.constexpr,
     INTERLEAVED: tl.constexpr, HALVES_OUT: tl.constexpr, INVERSE: tl.constexpr,
-    WIDE: tl.constexpr, MATH: tl.constexpr, EXACT: tl.constexpr,
+    WIDE: tl.constexpr, MATH: tl.constexpr, OUT: tl.constexpr, EXACT: tl.constexpr,
     Q_FP8: tl.constexpr, Q_LIMIT: tl.constexpr, Q_MULTIPLIES: tl.constexpr,
     KV_FP8: tl.constexpr, KV_LIMIT: tl.constexpr, KV_MULTIPLIES: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr,
@@ -315,16 +329,16 @@ def rope_qkv_kernel(
                 batch, place, q_index, q_out_batch * UNIT, q_out_place * UNIT, q_out_head * UNIT, SPLIT
             )
             if Q_FP8 is not None:
-                q_scale, q_reciprocal = _load_scale(q_scale_ptr, q_scale_value, q_index, False, Q_HEADS)
+                q_scale, q_upper, q_lower = _load_scale(q_scale_ptr, q_scale_value, q_index, False, Q_HEADS)
             q1, q2 = _load_rotated(
                 q_ptr, q_rows + START, q_mask, cos_ptr, sin_ptr, cos_row, sin_row, in_table,
-                ROTARY, BLOCK_HALF, FULL, INTERLEAVED, INVERSE, WIDE, MATH, EXACT, WIDE_ANGLES, Q_PACKED,
+                ROTARY, BLOCK_HALF, FULL, INTERLEAVED, INVERSE, WIDE, MATH, OUT, EXACT, WIDE_ANGLES, Q_PACKED,
             )
             if q_out_ptr is not None:
                 _store_pairs(q_out_ptr, out_rows + START, q_mask, q1, q2, ROTARY, BLOCK_HALF, OUT_INTERLEAVED)
             if Q_FP8 is not None:
-                q1_fp8 = _quantise(q1, q_scale, q_reciprocal, Q_FP8, Q_LIMIT, Q_MULTIPLIES, EXACT)
-                q2_fp8 = _quantise(q2, q_scale, q_reciprocal, Q_FP8, Q_LIMIT, Q_MULTIPLIES, EXACT)
+                q1_fp8 = _quantise(q1, q_scale, q_upper, q_lower, Q_FP8, Q_LIMIT, Q_MULTIPLIES, EXACT)
+                q2_fp8 = _quantise(q2, q_scale, q_upper, q_lower, Q_FP8, Q_LIMIT, Q_MULTIPLIES, EXACT)
                 _store_pairs(q8_ptr, out_rows + START, q_mask, q1_fp8, q2_fp8, ROTARY, BLOCK_HALF, OUT_INTERLEAVED)
             if ROTARY < DIM:
                 q_element, q_inside = _pass_index(START, ROTARY, DIM, BLOCK_PASS)
@@ -332,7 +346,7 @@ def rope_qkv_kernel(
                 if q_out_ptr is not None:
                     tl.store(q_out_ptr + out_rows + q_element, q_rest, mask=q_mask & q_inside)
                 if Q_FP8 is not None:
-                    q_rest_fp8 = _quantise(q_rest, q_scale, q_reciprocal, Q_FP8, Q_LIMIT, Q_MULTIPLIES, EXACT)
+                    q_rest_fp8 = _quantise(q_rest, q_scale, q_upper, q_lower, Q_FP8, Q_LIMIT, Q_MULTIPLIES, EXACT)
                     tl.store(q8_ptr + out_rows + q_element, q_rest_fp8, mask=q_mask & q_inside)
     else:
         if KV_GROUPS > 0:
@@ -355,14 +369,14 @@ def rope_qkv_kernel(
                 v = tl.load(v_ptr + v_rows + v_element, mask=v_mask, other=0.0)
             if k_ptr is not None:
                 k_rows = _tile_rows(batch, place, kv_index, k_batch * UNIT, k_place * UNIT, k_head * UNIT, SPLIT)
-                k_scale, k_reciprocal = 1.0, 1.0
+                k_scale, k_upper, k_lower = 1.0, 1.0, 0.0
                 if KV_FP8 is not None:
-                    k_scale, k_reciprocal = _load_scale(
+                    k_scale, k_upper, k_lower = _load_scale(
                         k_scale_ptr, k_scale_value, kv_index, K_SCALE_PER_HEAD, KV_HEADS
                     )
                 k1, k2 = _load_rotated(
                     k_ptr, k_rows + START, kv_mask, cos_ptr, sin_ptr, cos_row, sin_row, in_table,
-                    ROTARY, BLOCK_HALF, FULL, INTERLEAVED, INVERSE, WIDE, MATH, EXACT, WIDE_ANGLES, K_PACKED,
+                    ROTARY, BLOCK_HALF, FULL, INTERLEAVED, INVERSE, WIDE, MATH, OUT, EXACT, WIDE_ANGLES, K_PACKED,
                 )
                 if ROTARY < DIM:
                     k_element, k_inside = _pass_index(START, ROTARY, DIM, BLOCK_PASS)
@@ -382,18 +396,18 @@ def rope_qkv_kernel(
                     k_heads = k_offset * UNIT + kv_index * (k_head_stride * UNIT)
                     k_cache_rows = k_row[:, None, None] + k_heads[None, :, None]
                     k_mask = kv_mask & k_valid[:, None, None]
-                    k1 = _as_stored(k1, k_cache_ptr, k_scale, k_reciprocal, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT)
-                    k2 = _as_stored(k2, k_cache_ptr, k_scale, k_reciprocal, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT)
+                    k1 = _as_stored(k1, k_cache_ptr, k_scale, k_upper, k_lower, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT)
+                    k2 = _as_stored(k2, k_cache_ptr, k_scale, k_upper, k_lower, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT)
                     _store_pairs(k_cache_ptr, k_cache_rows + START, k_mask, k1, k2, ROTARY, BLOCK_HALF, OUT_INTERLEAVED)
                     if ROTARY < DIM:
                         k_rest = _as_stored(
-                            k_rest, k_cache_ptr, k_scale, k_reciprocal, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT
+                            k_rest, k_cache_ptr, k_scale, k_upper, k_lower, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT
                         )
                         tl.store(k_cache_ptr + k_cache_rows + k_element, k_rest, mask=k_mask & k_inside)
             if v_ptr is not None:
-                v_scale, v_reciprocal = 1.0, 1.0
+                v_scale, v_upper, v_lower = 1.0, 1.0, 0.0
                 if KV_FP8 is not None:
-                    v_scale, v_reciprocal = _load_scale(
+                    v_scale, v_upper, v_lower = _load_scale(
                         v_scale_ptr, v_scale_value, kv_index, V_SCALE_PER_HEAD, KV_HEADS
                     )
                 v_row, v_valid = _locate(
@@ -401,7 +415,7 @@ def rope_qkv_kernel(
                     v_block_stride * UNIT, v_place_stride * UNIT, V_ADDRESSING, V_PAGE, SKIP_NEGATIVE,
                 )
                 v_heads = v_offset * UNIT + kv_index * (v_head_stride * UNIT)
-                v = _as_stored(v, v_cache_ptr, v_scale, v_reciprocal, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT)
+                v = _as_stored(v, v_cache_ptr, v_scale, v_upper, v_lower, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT)
                 v_mask = v_mask & v_valid[:, None, None]
                 tl.store(v_cache_ptr + v_row[:, None, None] + v_heads[None, :, None] + v_element, v, mask=v_mask)
 # fmt: on
@@ -484,6 +498,7 @@ class Spec(NamedTuple):
     halves_out: bool
     inverse: bool
     math_dtype: torch.dtype
+    out_dtype: torch.dtype
     exact: bool
     q_fp8: torch.dtype | None
     q_scale_multiplies: bool
@@ -500,6 +515,7 @@ class Spec(NamedTuple):
     split: int
     need_q: bool
     need_k: bool
+    saturating: bool  # a conversion to FP8 clamps by itself
 
 
 @dataclass(frozen=True)
@@ -523,7 +539,7 @@ def variant_of(spec: Spec, launch_parameters: LaunchParameters) -> Variant:
     """The specialisation of the kernel that serves ``spec``."""
     p = launch_parameters
     half, rest = spec.rotary_dim // 2, spec.head_dim - spec.rotary_dim
-    packed = p.packed_rounding and spec.q_dtype == torch.bfloat16 and not spec.exact
+    packed = p.packed_rounding and spec.out_dtype == torch.bfloat16 and not spec.exact
     q_groups = -(-spec.q_heads // p.q_heads)
     kv_groups = -(-spec.kv_heads // p.kv_heads)
     constexprs = {
@@ -541,12 +557,13 @@ def variant_of(spec: Spec, launch_parameters: LaunchParameters) -> Variant:
         "INVERSE": spec.inverse,
         "WIDE": tl.float64 if spec.math_dtype == torch.float64 else tl.float32,
         "MATH": TRITON_DTYPES[spec.math_dtype],
+        "OUT": TRITON_DTYPES[spec.out_dtype],
         "EXACT": spec.exact,
         "Q_FP8": None if spec.q_fp8 is None else TRITON_DTYPES[spec.q_fp8],
-        "Q_LIMIT": 0.0 if spec.q_fp8 is None else torch.finfo(spec.q_fp8).max,
+        "Q_LIMIT": None if spec.q_fp8 is None or spec.saturating else torch.finfo(spec.q_fp8).max,
         "Q_MULTIPLIES": spec.q_scale_multiplies,
         "KV_FP8": None if spec.kv_fp8 is None else TRITON_DTYPES[spec.kv_fp8],
-        "KV_LIMIT": 0.0 if spec.kv_fp8 is None else torch.finfo(spec.kv_fp8).max,
+        "KV_LIMIT": None if spec.kv_fp8 is None or spec.saturating else torch.finfo(spec.kv_fp8).max,
         "KV_MULTIPLIES": spec.kv_scale_multiplies,
         "K_SCALE_PER_HEAD": spec.k_scale_per_head,
         "V_SCALE_PER_HEAD": spec.v_scale_per_head,
@@ -656,20 +673,28 @@ def prepare(
     v_layout: str,
     skip_negative_slots: bool,
     math_dtype: torch.dtype,
+    out_dtype: torch.dtype,
     exact: bool,
     need_q: bool,
     need_k: bool,
     parameters: LaunchParameters | None = None,
+    target: Target | None = None,
 ) -> Call:
-    """Allocate the outputs and work out the kernel's arguments; works on tensors of the meta device too."""
+    """Allocate the outputs and work out the kernel's arguments.
+
+    Tensors of the meta device are taken too, for compilation ahead of time: for ``target``, which is otherwise that of
+    q's device.
+    """
+    if target is None and q.is_cuda:
+        target = target_of(q.device)
     batch, seq, q_heads, head_dim = q.shape
     tokens = batch * seq
-    q_out = torch.empty_like(q) if need_q else None
-    k_out = torch.empty_like(k) if need_k and k is not None else None
+    q_out = torch.empty_like(q, dtype=out_dtype) if need_q else None
+    k_out = torch.empty_like(k, dtype=out_dtype) if need_k and k is not None else None
     q8 = None if q_fp8 is None else torch.empty_like(q, dtype=q_fp8)
     outputs = (
-        q.new_empty(0) if q_out is None else q_out,
-        q.new_empty(0) if k_out is None else k_out,
+        q.new_empty(0, dtype=out_dtype) if q_out is None else q_out,
+        q.new_empty(0, dtype=out_dtype) if k_out is None else k_out,
         q.new_empty(0) if q8 is None else q8,
     )
 
@@ -737,6 +762,7 @@ def prepare(
         halves_out,
         inverse,
         math_dtype,
+        out_dtype,
         exact,
         q_fp8,
         q_scale_multiplies,
@@ -753,6 +779,7 @@ def prepare(
         ONE_BATCH.value if batch == 1 else ONE_PLACE.value if seq == 1 else BATCH_AND_PLACE.value,
         need_q,
         k_out is not None,
+        target is not None and target.backend == "cuda",
     )
     variant = variant_of(spec, parameters or choose_parameters(tokens, q_heads, kv_heads, head_dim))
     inputs = (q, k, v, cos, sin, positions, k_cache, v_cache, slots, slot_offsets, q_scale, k_scale, v_scale)
@@ -794,6 +821,7 @@ def refusal(call: Call, device: torch.device) -> str | None:
         rotary_dim=spec.rotary_dim,
         v_head_dim=spec.v_head_dim,
         math_dtype=spec.math_dtype,
+        out_dtype=spec.out_dtype,
         q_fp8=spec.q_fp8,
         kv_fp8=spec.kv_fp8,
         cache_dtypes=[cache.dtype for cache in (k_cache, v_cache) if cache is not None],

@@ -26,6 +26,7 @@ from rope_fusion.kernels.rope_qkv_triton import (
     TRITON_DTYPES,
     WIDEST_UNIT,
     _quantise,
+    _reciprocal,
     _row,
     index_strides,
     next_power_of_2,
@@ -127,7 +128,7 @@ def rotate_kernel(
         divisor = scale_value
         if scale is not None:
             divisor = tl.load(scale).to(tl.float32)
-        reciprocal = tl.div_rn(1.0, divisor)  # here few registers are in use yet, and the division may call a function
+        upper, lower = _reciprocal(divisor)
 
     r = column - START
     rotary = (r >= 0) & (r < 2 * HALF)
@@ -195,15 +196,15 @@ def rotate_kernel(
         if POWER_OF_TWO:
             step = ((step.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         divisor = tl.broadcast_to(step[:, :, :, None], chunks.shape)
-        reciprocal = tl.broadcast_to(tl.div_rn(1.0, step)[:, :, :, None], chunks.shape)
-        quantised = _quantise(chunks, divisor, reciprocal, FP8, FP8_MAX, False, EXACT)
+        upper, lower = _reciprocal(divisor)
+        quantised = _quantise(chunks, divisor, upper, lower, FP8, FP8_MAX, False, EXACT)
         tl.store(o_tile, tl.reshape(quantised, (BLOCK_T, BLOCK_H, BLOCK_D)), mask=mask)
         chunk = tl.arange(0, BLOCK_D // GROUP)
         q_row = scales + _row(b, s, q_b, q_s, SPLIT)[:, None, None] + _head_offset(head, q_g, q_h, HEADS, GROUP_HEADS)
         chunk_mask = inside & (head < HEADS)[None, :, None] & (chunk < WIDTH // GROUP)[None, None, :]
         tl.store(q_row + chunk[None, None, :], step, mask=chunk_mask)
     elif FP8 is not None:
-        tl.store(o_tile, _quantise(y, divisor, reciprocal, FP8, FP8_MAX, MULTIPLIES, EXACT), mask=mask)
+        tl.store(o_tile, _quantise(y, divisor, upper, lower, FP8, FP8_MAX, MULTIPLIES, EXACT), mask=mask)
     else:
         tl.store(o_tile, y, mask=mask)
 # fmt: on

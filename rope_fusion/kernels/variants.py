@@ -43,6 +43,7 @@ class Variant:
     scales: str  # "tensor", "number", "per head"
     multiplies: bool
     needs: tuple[bool, bool]  # need_q, need_k
+    wide_out: bool  # rotated values stay in fp32
     math: str  # "fp32", "exact fp32", "exact own dtype"
     writes: str  # "kv", "k", "nothing"
 
@@ -84,6 +85,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "scales": ("tensor", "number", "per head"),
     "multiplies": (False, True),
     "needs": ((False, False), (True, True), (False, True)),
+    "wide_out": (False, True),
     "math": ("fp32", "exact fp32", "exact own dtype"),
     "writes": ("kv", "k", "nothing"),
 }
@@ -238,10 +240,9 @@ def make_call(variant: Variant, seed: int = 0, device: torch.device | str = "cpu
         k_cache, v_cache = caches
         if variant.joint:
             v_cache = None
-        slots = torch.stack(
-            [torch.randperm(blocks * places if not static else places, generator=generator)[:seq] for _ in range(batch)]
-        )
-        if not static:
+        if static:  # places of one batch entry differ
+            slots = torch.rand(batch, places, generator=generator, device=source).argsort(1)[:, :seq]
+        else:
             slots = torch.randperm(blocks * places, generator=generator, device=source)[:tokens]
         unstored = torch.rand(slots.shape, generator=generator, device=source) < 0.3
         if variant.paired_slots:
@@ -300,6 +301,7 @@ def make_call(variant: Variant, seed: int = 0, device: torch.device | str = "cpu
         "v_layout": layouts[1],
         "skip_negative_slots": variant.slots != "wrapped",
         "math_dtype": variant.dtype if variant.math == "exact own dtype" else FP32,
+        "out_dtype": FP32 if variant.wide_out else variant.dtype,
         "exact": exact,
         "need_q": variant.needs[0],
         "need_k": variant.needs[1],
