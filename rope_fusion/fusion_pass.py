@@ -1,7 +1,7 @@
 """The graph pass: canonicalise, match by priority, restore.
 
-It runs as Inductor's `post_grad_custom_pre_pass`. A graph in which nothing is fused comes out node for node as it went in, and so does
-one in which anything goes wrong (`rope_fusion.strict` raises instead).
+It runs as Inductor's `post_grad_custom_pre_pass`. A graph in which nothing is fused comes out node for node as it went
+in, and so does one in which anything goes wrong (`rope_fusion.strict` raises instead).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class FusionPass(CustomGraphPass):
 
     Args:
         options: the user's choices.
-        on_report: called with the finished report of each graph; by default it is published with Inductor's counters, so that
-            caches store it with the graph.
+        on_report: called with the finished report of each graph; by default it is published with Inductor's counters, so
+            that caches store it with the graph.
     """
 
     def __init__(self, options: Options, on_report: Callable[[GraphReport], None] = publish) -> None:

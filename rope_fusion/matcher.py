@@ -1,4 +1,4 @@
-"""Runs one pattern over a graph of canonical operators with torch's pattern matcher, and says why a match was refused."""
+"""Runs one pattern over a graph of canonical operators, and says why a match was refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from rope_fusion._torch import (
     CallFunction,
@@ -29,8 +29,8 @@ from rope_fusion.report import GraphReport
 class PatternRunner:
     """One `PatternMatcherPass` for one pattern.
 
-    The search function is traced once, with strings and tensors as wildcards: a canonical operator's attributes are one string, and
-    what they may be is for `refuse` to say, so no constant is left that a second trace would have to check.
+    The search function is traced once, with strings and tensors as wildcards: a canonical operator's attributes are one
+    string, and what they may be is for `refuse` to say, so no constant is left that a second trace would have to check.
     """
 
     def __init__(self, entry: CatalogEntry) -> None:
@@ -61,7 +61,7 @@ class PatternRunner:
         return _to_expression(module, self._names, example)
 
     def apply(self, graph: Graph, report: GraphReport, max_tokens: int | None = None) -> int:
-        """Replace every accepted match; the number of hits. With `max_tokens`, matches that may have more are refused."""
+        """Replace every accepted match and count them; those that may have more than `max_tokens` are refused."""
         self._graph, self._report, self._max_tokens = graph, report, max_tokens
         self._replaced_inputs = []
         try:
@@ -106,7 +106,7 @@ class PatternRunner:
 
 
 def _too_many_tokens(values: Mapping[str, Any], most: int | None) -> str | None:
-    """Whether an activation [batch, sequence, heads, dim] may hold more than `most` tokens: by its sizes' ranges, if symbolic."""
+    """Whether an activation [batch, sequence, heads, dim] may hold more than `most` tokens."""
     if most is None:
         return None
     for name in ("q", "k", "x"):

@@ -289,6 +289,7 @@ class Canonicaliser:
         members = [member for member in (q, k) if member is not None]
         attributes = q.attributes if k is None else self._shared_attributes(q, k)
         assert attributes is not None  # partners share an operator
+        attributes = replace(attributes, inverse=attributes.inverse != operands.sin_negated)
         views = [
             self._emit.to_canonical(
                 self._emit.columns(member.rotation.x, member.rotation.x_offset, member.rotation.width), member.roles
@@ -441,7 +442,7 @@ class Canonicaliser:
             first, second = a.quantisation, b.quantisation
             if (first.dtype, first.scale_multiplies) != (second.dtype, second.scale_multiplies):
                 return False
-        shapes = [[s for s in w.value.meta["val"].shape[:-1]] for w in (a, b)]
+        shapes = [list(w.value.meta["val"].shape[:-1]) for w in (a, b)]
         return (
             equal(math.prod(shapes[0]), math.prod(shapes[1])) and a.base.meta["val"].dtype == b.base.meta["val"].dtype
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from rope_fusion.canonical.angle_columns import angle_roles, narrow_angles
 from rope_fusion.canonical.emitter import Emitter
 from rope_fusion.canonical.layout import VIEW_TARGETS, equal, is_one
 from rope_fusion.canonical.records import CosSin, Rotation
@@ -24,6 +25,7 @@ class CosSinOperands:
     cos: Node
     sin: Node
     positions: Node | None
+    sin_negated: bool = False  # the program's sin is the negative of this one
 
 
 @dataclass(frozen=True)
@@ -51,24 +53,32 @@ def cos_sin_operands(
 ) -> CosSinOperands:
     """Emit what the fused operator reads.
 
-    With `keep_rounding` (exact numerics) a cos/sin that the program rounded is passed rounded; otherwise the table is passed in
-    the precision that it was made in, which is never further from the true value.
+    With `keep_rounding` (exact numerics) a cos/sin that the program rounded is passed rounded; otherwise the table is
+    passed in the precision that it was made in, which is never further from the true value.
     """
     width = rotation.rotary_dim if rotation.full_width else rotation.rotary_dim // 2
-    gathers = [_gather(operand, keep_rounding) for operand in (rotation.cos, rotation.sin)]
-    cos_gather, sin_gather = gathers
+    cos, sin = rotation.cos, rotation.sin
+    narrow = narrow_angles(rotation, keep_rounding)
+    if narrow is not None:
+        cos, sin = (CosSin(angle.node, angle.offset) for angle in narrow)
+        width = narrow[0].width
+    negated = narrow is not None and narrow[1].negated
+    cos_gather, sin_gather = (_gather(operand, keep_rounding) for operand in (cos, sin))
     if cos_gather is not None and sin_gather is not None and numbering.same(cos_gather.positions, sin_gather.positions):
         positions = _positions(emitter, rotation, roles, cos_gather.positions)
         if positions is not None:
-            cos = emitter.columns(cos_gather.table, cos_gather.offset, width)
-            sin = emitter.columns(sin_gather.table, sin_gather.offset, width)
-            return CosSinOperands(cos, sin, positions)
-    cos, sin = (_rows(emitter, operand, roles, width, keep_rounding) for operand in (rotation.cos, rotation.sin))
-    return CosSinOperands(cos, sin, None)
+            cos_table = emitter.columns(cos_gather.table, cos_gather.offset, width)
+            sin_table = emitter.columns(sin_gather.table, sin_gather.offset, width)
+            return CosSinOperands(cos_table, sin_table, positions, negated)
+    rows = (
+        _rows(emitter, operand, angle_roles(original.node, operand.node, roles), width, keep_rounding)
+        for operand, original in ((cos, rotation.cos), (sin, rotation.sin))
+    )
+    return CosSinOperands(*rows, None, negated)
 
 
 def _gather(operand: CosSin, keep_rounding: bool) -> _Gather | None:
-    """The table lookup that `operand` is a view of, when nothing but views and (default numerics) roundings surround it."""
+    """The table lookup that `operand` is a view of, with nothing but views and (default numerics) roundings around it."""
     if operand.node.meta["val"].is_complex():
         return None
     node, offset = operand.node, operand.offset
@@ -109,7 +119,7 @@ def _gather(operand: CosSin, keep_rounding: bool) -> _Gather | None:
 def _lookup(node: Node, offset: int, keep_rounding: bool) -> _Gather | None:
     table = node.args[0]
     assert isinstance(table, Node)
-    if table.meta["val"].dim() != 2:
+    if table.meta["val"].dim() != 2 or table.meta["val"].stride(1) != 1:
         return None
     if node.target is aten.index.Tensor:
         indices = node.args[1]
@@ -210,11 +220,12 @@ def _rows(emitter: Emitter, operand: CosSin, roles: str, width: int, keep_roundi
         node = emitter.call(aten.clone.default, node, memory_format=torch.contiguous_format)
     elif not keep_rounding:
         node = _before_rounding(emitter, node)
-    node_roles = roles[-node.meta["val"].dim() :]
     node = emitter.columns(node, operand.offset, width)
-    node, node_roles = emitter.squeeze_heads(node, node_roles)
+    for at in reversed(range(len(roles))):
+        if roles[at] == ".":
+            node = emitter.call(aten.squeeze.dim, node, at)
     for at, role in enumerate("bs"):
-        if role not in node_roles:
+        if role not in roles:
             node = emitter.call(aten.unsqueeze.default, node, at)
     return node
 
