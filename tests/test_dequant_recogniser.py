@@ -287,6 +287,24 @@ def test_recognises_unpacked_int4_with_a_fixed_zero_point():
     assert only(find(program, w=codes(torch.uint8), s=torch.rand(ROWS, 6).to(BF16))).zero == 8.0
 
 
+def test_recognises_int4_codes_that_the_program_unpacks():
+    def program(x, w, s):
+        codes = torch.stack([w & 0xF, w >> 4], -1).view(ROWS, COLUMNS)
+        return F.linear(x, ((codes.to(BF16) - 8).view(ROWS, 6, 32) * s[:, :, None]).view(ROWS, COLUMNS))
+
+    found = only(find(program, w=codes(torch.uint8, ROWS, COLUMNS // 2), s=torch.rand(ROWS, 6).to(BF16)))
+    assert (found.zero, found.scales[0].block) == (8.0, (1, 32))
+    assert found.codes.op == "call_function"
+
+
+def test_recognises_codes_decoded_by_a_table():
+    def program(x, w, t, s):
+        return F.linear(x, (t[w.int()].view(ROWS, 6, 32) * s[:, :, None]).view(ROWS, COLUMNS).to(BF16))
+
+    found = only(find(program, w=codes(torch.uint8), t=torch.rand(16), s=torch.rand(ROWS, 6)))
+    assert found.scales[0].block == (1, 32)
+
+
 def test_recognises_a_zero_point_per_group():
     def program(x, w, s, z):
         return F.linear(x, ((w.view(ROWS, 6, 32).to(BF16) - z) * s).view(ROWS, COLUMNS))

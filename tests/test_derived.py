@@ -18,8 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rope_fusion.derived import hoisting_compile
 from rope_fusion.derived.store import DerivedStore, process_store
+from rope_fusion.fusion_pass import FusionPass
 from rope_fusion.options import Options
-from rope_fusion.report import GraphReport
+from rope_fusion.report import GraphReport, RopeFusionWarning
 
 
 @torch.library.custom_op("rope_fusion_tests::opaque_rotary", mutates_args=())
@@ -285,6 +286,52 @@ def test_refuses_while_a_cache_stores_inner_functions_alone(setting):
     assert "stores compiled functions without their wrappers" in harness.refusals[0]
 
 
+def test_refusals_of_the_recogniser_are_reported_with_the_pattern():
+    class Scaled(QuantisedLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight.to(x.dtype) * x.amax())
+
+    harness = Harness()
+    harness.compile(Scaled())(inputs())
+    assert "depends on the input" in harness.refusals[0]
+
+
+def test_a_failure_leaves_the_graph_as_it_came_and_is_reported(monkeypatch):
+    from rope_fusion.derived import plan
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(plan, "take_out", fail)
+    module, harness, x = QuantisedLinear(), Harness(), inputs()
+    with pytest.warns(RopeFusionWarning, match="deriving tensors failed with RuntimeError: no such thing"):
+        result = harness.compile(module)(x)
+    assert torch.equal(result, module(x))
+    assert harness.casts_left() == 2
+    assert harness.reports[0].failures
+    assert (harness.hits, harness.reports[0].derived) == ({}, [])
+
+
+def test_a_failure_is_raised_in_strict_mode(monkeypatch):
+    from rope_fusion.derived import plan
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(plan, "take_out", fail)
+    with pytest.raises(Exception, match="no such thing"):
+        Harness(strict=True).compile(QuantisedLinear())(inputs())
+
+
+def test_inside_plain_inductor_the_patterns_stay_out_and_say_why():
+    harness = Harness(derived_budget=0)
+    harness.compile(QuantisedLinear())(inputs())
+    reports: list[GraphReport] = []
+    FusionPass(Options(), reports.append)(harness.graphs[0].graph)
+    for name in ("weight_dequant", "cos_sin_cast"):
+        assert 'need backend="rope_fusion"' in str(reports[0].patterns[name].gate)
+
+
 # ------------------------------------------------------------------------------------------ the budget
 
 
@@ -349,6 +396,7 @@ def test_one_graph_serves_many_models_without_computing_again():
     for _ in range(3):
         for module in (first, second):
             assert torch.equal(compiled(module, x), module(x))
+    assert len(harness.reports) == 1
     assert len(harness.store.entries()) == 2
 
 

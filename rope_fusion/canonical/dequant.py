@@ -30,7 +30,17 @@ from rope_fusion.canonical.static_values import (
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _ARITHMETIC = PRODUCTS | SUMS | PASTES | CASTS
-_WALKED = _ARITHMETIC | MOVEMENTS | {aten.index.Tensor, aten.index_select.default}
+_UNPACKING = frozenset(
+    {
+        aten.__and__.Scalar,
+        aten.__rshift__.Scalar,
+        aten.bitwise_and.Scalar,
+        aten.bitwise_and.Tensor,
+        aten.bitwise_right_shift.Tensor,
+        aten.bitwise_right_shift.Tensor_Scalar,
+    }
+)
+_WALKED = _ARITHMETIC | MOVEMENTS | _UNPACKING | {aten.index.Tensor, aten.index_select.default}
 _RANDOM_ELEMENTS = 2048
 
 
@@ -49,7 +59,8 @@ class Dequantisation:
 
     Attributes:
         out: the last node of the arithmetic; views of it may follow.
-        codes: the quantised weight, a placeholder (or, where the program unpacks it, the unpacked node).
+        codes: the quantised weight, a placeholder; where the program unpacks it or looks its values up in a table, the
+            node with the outcome.
         scales: none for a plain cast whose scale is applied to the product (weight-only INT8 in gpt-fast's spelling).
         zero: the zero point where there is one: a number, or a node that is shaped as a scale may be.
         granularity: "cast", "tensor", "channel" or "block", by the finest scale.

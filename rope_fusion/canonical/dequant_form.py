@@ -77,7 +77,18 @@ class Follower:
         moved = self._moved(node, at)
         if moved is not None:
             return self.follow(*moved)
+        if self._is_lookup(node):
+            return Form(codes=Leaf(node, at))
         return self._leaf(node, at)
+
+    def _is_lookup(self, node: Node) -> bool:
+        """Whether codes are decoded by a table of their values (NF4, FP4)."""
+        if node.target is not aten.index.Tensor:
+            return False
+        table, indices = node.args
+        assert isinstance(table, Node) and isinstance(indices, list | tuple)
+        value = known_tensor(table)
+        return value.dim() == len(indices) == 1 and value.numel() <= 1 << 16
 
     def _leaf(self, node: Node, at: Coordinates) -> Form:
         values = self._static.constant(node)
@@ -100,7 +111,12 @@ class Follower:
             return self.follow(source, at)  # between floats (E8M0 included): rounding, not another value
         if after in CODES and before not in CODES:
             return Form(codes=Leaf(node, at))
-        return self.follow(source, at)
+        try:
+            return self.follow(source, at)
+        except Unrecognised:
+            if before not in CODES:
+                raise
+            return Form(codes=Leaf(source, at))  # unpacked by the program: what comes out are the codes
 
     def _product(self, node: Node, at: Coordinates) -> Form:
         left, right = (self._operand(node, index, at) for index in (0, 1))

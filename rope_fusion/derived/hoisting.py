@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from rope_fusion.canonical.derivation import dequantize
 from rope_fusion.derived import plan
 from rope_fusion.derived.inputs import InputInfo, info_of
 from rope_fusion.derived.lifting import erase_unread, settle
@@ -89,6 +90,9 @@ def hoisting_compile(
         if options.strict:
             raise
         report.failure(sentence)
+        for pattern in report.patterns.values():
+            pattern.hits = 0
+        report.derived.clear()
         warnings.warn(f"rope_fusion: {sentence}", RopeFusionWarning, stacklevel=2)
         hoisted = _Hoisted()
     if not hoisted.derivations:
@@ -145,8 +149,9 @@ def _take_out(
     if not runners or not static:
         return _Hoisted()
     finding = plan.find_candidates(graph, static)
-    for sentence in finding.near_misses:
-        report.near_miss(sentence)
+    for runner in runners:
+        for sentence in finding.near_misses if dequantize in runner.targets else ():
+            report.refusal(runner.entry.name, sentence)
     wanted = frozenset[object]().union(*(runner.targets for runner in runners))
     candidates = [candidate for candidate in finding.candidates if candidate.operator in wanted]
     if not candidates:

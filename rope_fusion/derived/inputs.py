@@ -54,6 +54,6 @@ def info_of(node: Node, inputs: Sequence[InputInfo]) -> InputInfo:
         description = description.base
     index = getattr(description, "idx", None)
     if not isinstance(index, int) or index >= len(inputs):
-        return InputInfo(node.name)
+        return InputInfo(getattr(description, "target", node.name))
     info = inputs[index]
     return replace(info, name=".".join([info.name, *filter(None, parts)]), tensor=None) if parts else info
