@@ -35,7 +35,23 @@ except ImportError:  # torch 2.11: Inductor knows no such passes, so none but ou
 # Whether Inductor performs an index_put through reshapes of a graph input in place (seen: 2.13 does, 2.11 does not).
 REINPLACES_THROUGH_VIEWS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
+
+try:
+    from torch._library.opaque_object import get_opaque_type_name, register_opaque_type
+    from torch._opaque_base import OpaqueBase
+except ImportError:  # no operator can take an opaque object then
+    OPAQUE_TYPE: str | None = None
+else:
+
+    class OpaqueArgument(OpaqueBase):
+        """Names an argument in the schemas of our operators; schemas do not tell opaque types apart, so any will do."""
+
+    register_opaque_type(OpaqueArgument, typ="reference")
+    OPAQUE_TYPE = get_opaque_type_name(OpaqueArgument)
+
+
 __all__ = [
+    "OPAQUE_TYPE",
     "REINPLACES_THROUGH_VIEWS",
     "CallFunction",
     "CustomGraphPass",

@@ -31,7 +31,6 @@ from rope_fusion.capability import GateContext
 from rope_fusion.catalog import CatalogEntry, load_patterns
 from rope_fusion.engines import cache_providers
 from rope_fusion.graph_text import dump_graphs, graph_to_text
-from rope_fusion.kernels import rope_by_layer
 from rope_fusion.matcher import PatternRunner
 from rope_fusion.options import Options
 from rope_fusion.report import GraphReport, publish
@@ -199,7 +198,6 @@ def _files_digest(files: Iterable[str]) -> str:
 
 
 def _fingerprint(options: Options) -> str:
-    rope_by_layer.prepare()
     root = Path(__file__).parent
     entries = load_patterns(options.disable)
     files = {str(path) for path in root.rglob("*.py")} | {entry.file for entry in entries if entry.file}

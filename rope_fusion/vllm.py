@@ -59,7 +59,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
     Raises:
         RuntimeError: this vLLM is not one that we know.
     """
-    from rope_fusion.fusion_pass import FusionPass
+    from rope_fusion.fusion_pass import FusionPass  # imports Inductor, hence not at the top
     from rope_fusion.options import make_options
     from rope_fusion.report import GraphReport, publish
 

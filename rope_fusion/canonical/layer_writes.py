@@ -56,7 +56,7 @@ def _own_operator(emitter: Emitter, node: Node, write: LayerWrite) -> list[Node]
     rotary = RotaryAttributes.decode(str(rotary_text))
     quant = QuantAttributes.decode(str(quant_text)) if quant_text is not None else None
     original: Any = write.operator
-    target = by_layer_operator(takes_opaque_layer(original), _outside_cuda_graphs(original))
+    target = by_layer_operator(original, _outside_cuda_graphs(original))
     call = emitter.call(
         target,
         q,

@@ -3,19 +3,18 @@
 A cache provider (`rope_fusion.engines`) gives the tensors when the operator runs. Like the operators of the engines that it takes the
 place of, it declares no mutation, because the caches are none of its arguments; its last output, an empty tensor, orders what follows.
 
-There is one overload for each type that a layer's name comes in: ``str``, or an opaque type of the engine's. Overloads whose name ends
+There are overloads for both types that a layer's name comes in: ``str``, or an opaque object of the engine's. Those whose name ends
 in ``eager`` carry ``torch.Tag.cudagraph_unsafe``, for engines that keep their cache updates out of CUDA graphs.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rope_fusion._torch import opaque_type_name
+from rope_fusion._torch import OPAQUE_TYPE
 from rope_fusion.engines import CacheBinding, bind
 from rope_fusion.kernels import rope_qkv  # noqa: F401  (registers the operator that this one calls)
 
@@ -93,19 +92,18 @@ def fake(
     )
 
 
-@cache
-def by_layer_operator(opaque: bool, cudagraph_unsafe: bool = False) -> torch._ops.OpOverload:
-    """The overload for layers given as str, or as an opaque object; defined when first asked for."""
-    overload = ("opaque" if opaque else "str") + ("_eager" if cudagraph_unsafe else "")
-    tags = [torch.Tag.needs_fixed_stride_order]
-    if cudagraph_unsafe:
-        tags.append(torch.Tag.cudagraph_unsafe)
-    layer = opaque_type_name() if opaque else "str"
-    LIBRARY.define(SCHEMA.format(overload=overload, layer=layer), tags=tuple(tags))
+def _define(overload: str, layer: str, tags: tuple[torch.Tag, ...]) -> None:
+    LIBRARY.define(SCHEMA.format(overload=overload, layer=layer), tags=(torch.Tag.needs_fixed_stride_order, *tags))
     name = f"rope_qkv_by_layer.{overload}"
     LIBRARY.impl(name, rope_qkv_by_layer, "CompositeExplicitAutograd")
     torch.library.register_fake(f"rope_fusion::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.rope_fusion.rope_qkv_by_layer, overload)
+
+
+# All of them at once: a graph that comes from a cache calls its overload although no pass ran in this process.
+for _overload, _layer in (("str", "str"), ("opaque", OPAQUE_TYPE)):
+    if _layer is not None:
+        _define(_overload, _layer, ())
+        _define(f"{_overload}_eager", _layer, (torch.Tag.cudagraph_unsafe,))
 
 
 def takes_opaque_layer(operator: torch._ops.OpOverload) -> bool:
@@ -114,14 +112,7 @@ def takes_opaque_layer(operator: torch._ops.OpOverload) -> bool:
     return str(argument.type) != "str"
 
 
-def prepare(operators: tuple[str, ...] = ("vllm::unified_kv_cache_update",)) -> None:
-    """Define the overloads that graphs with these engine operators use, where those exist.
-
-    A graph that comes from a cache calls them although no pass ran in this process.
-    """
-    for name in operators:
-        namespace, operator = name.split("::")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        if packet is not None:
-            for cudagraph_unsafe in (False, True):
-                by_layer_operator(takes_opaque_layer(packet.default), cudagraph_unsafe)
+def by_layer_operator(operator: torch._ops.OpOverload, cudagraph_unsafe: bool) -> torch._ops.OpOverload:
+    """The overload that takes layers as an engine's operator does."""
+    overload = "opaque" if takes_opaque_layer(operator) else "str"
+    return getattr(torch.ops.rope_fusion.rope_qkv_by_layer, f"{overload}_eager" if cudagraph_unsafe else overload)
