@@ -52,10 +52,14 @@ def assert_hits(
 
 
 def find_rotations(gm: GraphModule) -> list[dict[str, str]]:
-    """Every rotary embedding that the recogniser finds in ``gm``: ``{"out": name of the last node it covers}`` each."""
+    """Every rotary embedding that the recogniser finds in ``gm``, in graph order.
+
+    Each is ``{"out": name}`` with the first node that holds the complete rotated elements; where part of a head is rotated, what
+    is concatenated with them later does not count.
+    """
     from rope_fusion.canonical import rotary
 
-    return [{"out": rotation.out.name} for rotation in rotary.find_rotations(gm.graph)]
+    return [{"out": node.name} for node in rotary.find_in_module(gm)]
 
 
 def assert_graph(file: Path, graph: Graph | GraphModule, refresh: bool = False) -> None:
