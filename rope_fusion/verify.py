@@ -67,7 +67,8 @@ class BothWays:
         for user, old, new in transaction.rewired():
             reader = output if user.op == "output" else copies[user]
             if (old, new) not in checked:
-                checked[old, new] = both.call_function(self._compare, (copies[old], copies[new], name_of(old)))
+                with both.inserting_before(output):
+                    checked[old, new] = both.call_function(self._compare, (copies[old], copies[new], name_of(old)))
             reader.replace_input_with(copies[new], checked[old, new])
         stable_topological_sort(both)
         both.eliminate_dead_code()

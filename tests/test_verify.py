@@ -76,6 +76,20 @@ def test_first_call_agrees_and_later_calls_run_the_compiled_graph_alone(
 
 
 @torch.no_grad()
+def test_a_write_that_nothing_reads_happens_in_the_checked_call_too() -> None:
+    def write(cache: Tensor, k: Tensor, slots: Tensor) -> None:
+        for part, value in zip(cache, (k, -k), strict=True):
+            part.view(-1, 2, 8)[slots] = value
+
+    cache, k, slots = torch.zeros(2, 4, 4, 2, 8), torch.ones(3, 2, 8), torch.tensor([1, 5, 9])
+    with rope_fusion.record() as report:
+        compiled(write, verify="first")(cache, k, slots)
+    assert report.hits
+    assert torch.equal(cache[0].view(-1, 2, 8)[slots], k)
+    assert torch.equal(cache[1].view(-1, 2, 8)[slots], -k)
+
+
+@torch.no_grad()
 def test_always_checks_every_call(model: GptOssAttention, monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[int] = []
     original = VerifiedFunction._check
