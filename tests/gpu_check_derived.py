@@ -184,8 +184,8 @@ def check_casts_leave_the_step(mode: str | None, shared: bool) -> bool:
     good = right and fresh and hits == LAYERS and after == 0 and before >= (1 if shared else LAYERS)
     return say(
         good,
-        f"opaque rotary, {len(tables)} table(s), {mode}: kernels with a cast {before} → {after}, hits {hits}, fresh {fresh}, right {right}, "
-        f"step {plain_ms:.3f} → {ours_ms:.3f} ms",
+        f"opaque rotary, {len(tables)} table(s), {mode}: kernels with a cast {before} → {after}, hits {hits}, fresh {fresh}, "
+        f"right {right}, step {plain_ms:.3f} → {ours_ms:.3f} ms",
     )
 
 
@@ -418,7 +418,7 @@ def check_memory() -> bool:
 
 def main() -> int:
     results = [
-        *(check_casts_leave_the_step(mode, shared) for mode in (None, "reduce-overhead") for shared in (True, False)),
+        *(check_casts_leave_the_step(mode, one) for mode in (None, "reduce-overhead") for one in (True, False)),
         *(check_projection(mode) for mode in (None, "reduce-overhead")),
         check_captured_graph(),
         check_capture_without_warm_up(),
