@@ -125,7 +125,7 @@ SPELLINGS: dict[str, Spelling] = {
         in_place=True,
     ),
     "flat, heads split by a view": Spelling(
-        _assign(lambda c, s: (c.view(24, HEADS, DIM), s)),
+        _assign(lambda c, s: (c.view(-1, HEADS, DIM), s)),
         (24, HEADS * DIM),
         [("p (hd)", "t h d")],
         through_views=True,

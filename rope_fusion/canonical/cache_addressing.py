@@ -8,23 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from rope_fusion.canonical.cache_values import StoredValue, named
 from rope_fusion.canonical.cache_views import REGION_OF, CacheView, Index, region, slice_start
-from rope_fusion.canonical.fp8_scale import CONVERSIONS, ORDER_PRESERVING, constant_of
+from rope_fusion.canonical.fp8_scale import ORDER_PRESERVING
 from rope_fusion.canonical.layout import Atom, Dims, equal, is_one
+from rope_fusion.canonical.slot_pairs import SLOT_DTYPES, slots_of_pair
 from rope_fusion.canonical.values import ValueNumbering
 
 aten = torch.ops.aten
-
-_FLOOR_DIVISIONS = frozenset({aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default})
-_REMAINDERS = frozenset({aten.remainder.Scalar, aten.remainder.Tensor})
-_RIGHT_SHIFTS = frozenset({aten.bitwise_right_shift.Tensor_Scalar, aten.__rshift__.Scalar})
-_MASKS = frozenset({aten.bitwise_and.Scalar, aten.__and__.Scalar})
-_SLOT_DTYPES = frozenset({torch.int32, torch.int64})
 
 
 class NotACacheWrite(Exception):
@@ -102,7 +96,7 @@ def _of_index_put(node: Node, view: CacheView, numbering: ValueNumbering) -> _Ta
         raise NotACacheWrite("it accumulates")
     indices = {at: index for at, index in enumerate(given["indices"]) if index is not None}
     for index in indices.values():
-        if index.meta["val"].dtype not in _SLOT_DTYPES:
+        if index.meta["val"].dtype not in SLOT_DTYPES:
             raise NotACacheWrite(f"its index {index.name} is {index.meta['val'].dtype}, slots are int32 or int64")
     at = sorted(indices)
     addressed = [view.dims[position] for position in at]
@@ -114,7 +108,7 @@ def _of_index_put(node: Node, view: CacheView, numbering: ValueNumbering) -> _Ta
     elif len(at) == 2 and all(len(dim) == 1 for dim in addressed):
         block, place = _whole_dim(addressed[0][0]), _whole_dim(addressed[1][0])
         pair = indices[at[0]], indices[at[1]]
-        slots, offsets, passed = _slots_of_pair(*pair, addressed[1][0].size, numbering)
+        slots, offsets, passed = slots_of_pair(*pair, addressed[1][0].size, numbering)
     else:
         raise NotACacheWrite("its indices do not address blocks and places of the cache")
     rest = [dim for position, dim in enumerate(view.dims) if position not in indices]
@@ -161,7 +155,7 @@ def _expanded_slots(index: Node) -> tuple[Node, list[int], set[Node]]:
             break
         passed.add(node)
         node = source
-    if node.meta["val"].dim() != max(1, len(varying)) or node.meta["val"].dtype not in _SLOT_DTYPES:
+    if node.meta["val"].dim() != max(1, len(varying)) or node.meta["val"].dtype not in SLOT_DTYPES:
         raise NotACacheWrite(f"its index {index.name} is no vector of slots expanded over the other dims")
     return node, varying, passed
 
@@ -238,56 +232,6 @@ def _whole_dim(atom: Atom) -> int:
     if not isinstance(atom.name, int):
         raise NotACacheWrite("it addresses a part of a dim of the cache")
     return atom.name
-
-
-def _slots_of_pair(
-    block: Node, offset: Node, size: Any, numbering: ValueNumbering
-) -> tuple[Node, Node | None, set[Node]]:
-    """Flat slots where block and offset are ``slot // size`` and ``slot % size`` of one tensor, else the pair."""
-    first, first_nodes = _without_widening(block)
-    second, second_nodes = _without_widening(offset)
-    quotient, remainder = _operand_of(first, size, quotient=True), _operand_of(second, size, quotient=False)
-    if quotient is not None and remainder is not None:
-        slot, other = _without_widening(quotient)[0], _without_widening(remainder)[0]
-        if numbering.same(slot, other) and slot.meta["val"].dtype in _SLOT_DTYPES:
-            return slot, None, {*first_nodes, *second_nodes, first, second}
-    return block, offset, set()
-
-
-def _without_widening(node: Node) -> tuple[Node, set[Node]]:
-    """An integer tensor before its casts to wider integers, and those casts."""
-    passed: set[Node] = set()
-    while node.op == "call_function" and node.target in CONVERSIONS and isinstance(node.args[0], Node):
-        before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
-        if before not in _SLOT_DTYPES or after not in _SLOT_DTYPES or before.itemsize > after.itemsize:
-            break
-        passed.add(node)
-        node = node.args[0]
-    return node, passed
-
-
-def _operand_of(node: Node, size: Any, quotient: bool) -> Node | None:
-    """``x`` where `node` is ``x // size`` (or ``x % size``), rounding down as indices wrap."""
-    if node.op != "call_function" or len(node.args) != 2:
-        return None
-    operand, by = node.args
-    divisor: Any = (
-        by.meta["val"] if isinstance(by, Node) and not isinstance(by.meta["val"], Tensor) else constant_of(by)
-    )
-    if not isinstance(operand, Node) or divisor is None:
-        return None
-    divisor = int(divisor) if isinstance(divisor, float) else divisor
-    if quotient and node.target in _FLOOR_DIVISIONS:
-        floors = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
-        return operand if floors and equal(divisor, size) else None
-    if quotient and node.target in _RIGHT_SHIFTS:
-        return operand if isinstance(divisor, int) and divisor >= 0 and equal(1 << divisor, size) else None
-    if not quotient and node.target in _REMAINDERS:
-        return operand if equal(divisor, size) else None
-    if not quotient and node.target in _MASKS:
-        power = isinstance(divisor, int) and divisor >= 0 and divisor & (divisor + 1) == 0
-        return operand if power and equal(divisor + 1, size) else None
-    return None
 
 
 # names

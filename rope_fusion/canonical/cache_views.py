@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from rope_fusion.canonical.cache_reshapes import regrouped_splitting
 from rope_fusion.canonical.layout import Atom, Dims, atoms_of, equal, is_one
 
 aten = torch.ops.aten
@@ -112,7 +113,7 @@ def step_into(view: CacheView, node: Node) -> CacheView | None:
     """The view that `node`, one view step of `view`, holds; None where it cannot be described."""
     target: Any = node.target
     if target in _RESHAPES:
-        return _regrouped(view, node.meta["val"].shape)
+        return _reshaped(view, node.meta["val"].shape)
     if target in _PERMUTES:
         return replace(view, dims=tuple(view.dims[d] for d in permutation(node)))
     if target is aten.view.dtype:
@@ -237,7 +238,7 @@ def before_step(view: CacheView, node: Node) -> CacheView | None:
     source = node.args[0]
     assert isinstance(source, Node)
     if node.target in _RESHAPES:
-        return _regrouped(view, source.meta["val"].shape)
+        return _reshaped(view, source.meta["val"].shape)
     if node.target in _PERMUTES:
         dims: list[tuple[Atom, ...]] = [()] * len(view.dims)
         for position, origin in enumerate(permutation(node)):
@@ -275,58 +276,9 @@ def certainly_disjoint(first: Mapping[int, Index], second: Mapping[int, Index]) 
     )
 
 
-def _regrouped(view: CacheView, shape: Sequence[Any]) -> CacheView | None:
-    """The view reshaped; a single cache dim may be split into several and put together again."""
-    pending = [atom for dim in view.dims for atom in dim]
-    sizes = [size for size in shape if not is_one(size)]
-    groups: list[tuple[Atom, ...]] = []
-    while sizes:
-        size = sizes.pop(0)
-        taken: list[Atom] = []
-        product: Any = 1
-        while pending and not (taken and equal(product, size)) and not _exceeds(product, size):
-            taken.append(pending.pop(0))
-            product = math.prod(atom.size for atom in taken)
-        if equal(product, size) and taken:
-            groups.append(_joined(taken))
-            continue
-        parts = _split(taken, [size, *sizes])
-        if parts is None:
-            return None
-        sizes = sizes[len(parts) - 1 :]
-        groups.extend((part,) for part in parts)
-    if pending:
-        return None
-    remaining = iter(groups)
-    return replace(view, dims=tuple(() if is_one(size) else next(remaining) for size in shape))
-
-
-def _exceeds(product: Any, size: Any) -> bool:
-    return isinstance(product, int) and isinstance(size, int) and product > size
-
-
-def _split(taken: Sequence[Atom], sizes: Sequence[Any]) -> list[Atom] | None:
-    """A whole cache dim as the leading `sizes`."""
-    if len(taken) != 1 or not isinstance(taken[0].name, int):
-        return None
-    for count in range(2, len(sizes) + 1):
-        if equal(math.prod(sizes[:count]), taken[0].size):
-            return [Atom(size, (taken[0].name, part, count)) for part, size in enumerate(sizes[:count])]
-    return None
-
-
-def _joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-    """`atoms` with all parts of a split dim, where they stand together, as that dim again."""
-    joined: list[Atom] = []
-    for atom in atoms:
-        joined.append(atom)
-        if isinstance(atom.name, tuple):
-            dim, part, parts = atom.name
-            tail = [(other.name if isinstance(other.name, tuple) else None) for other in joined[-parts:]]
-            if part == parts - 1 and tail == [(dim, index, parts) for index in range(parts)]:
-                size = math.prod(other.size for other in joined[-parts:])
-                joined[-parts:] = [Atom(size, dim)]
-    return tuple(joined)
+def _reshaped(view: CacheView, shape: Sequence[Any]) -> CacheView | None:
+    dims = regrouped_splitting(view.dims, shape)
+    return None if dims is None else replace(view, dims=dims)
 
 
 def _strided(view: CacheView, node: Node, arguments: Sequence[Any]) -> CacheView | None:
