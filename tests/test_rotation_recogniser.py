@@ -506,6 +506,14 @@ def test_a_joined_table_is_told_from_the_rotated_tensor():
     assert (rotation.cos.offset, rotation.sin.offset) == (0, 8)
 
 
+def test_a_table_may_hold_cos_and_sin_in_different_rows():
+    def stacked(x, table):
+        return rotate_half(x, table[0:1], table[1:2])
+
+    x, table, _ = inputs(D, (2, 1, S))
+    only(record(stacked, x[:1], table))
+
+
 # The rotated tensor is what the program computed before.
 
 
@@ -782,6 +790,22 @@ NONE_AT_ALL = [
 @pytest.mark.parametrize("function", NONE_AT_ALL)
 def test_is_no_rotation(function):
     assert not record(function, *inputs(D // 2)).rotations
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_cos_and_sin_of_other_positions_are_no_rotation(joined):
+    def gathered(x, cos, sin, positions, others):
+        if joined:
+            table = torch.cat((cos, sin), -1)
+            return chunked(x, table[positions][..., : D // 2], table[others][..., D // 2 :])
+        return chunked(x, cos[positions], sin[others])
+
+    x, cos, sin = inputs(D // 2, (7,), (S, D))
+    positions = torch.randint(7, (2, S))
+    recording = record(gathered, x, cos, sin, *positions)
+    assert not recording.rotations
+    (sentence,) = recording.near_misses
+    assert "different rows" in sentence
 
 
 def test_elements_from_elsewhere_are_not_passed_through():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from rope_fusion.canonical.elements import Elements, Leaf, Opaque, same_sizes, tensor
+from rope_fusion.canonical.elements import Elements, Leaf, Opaque, same_sizes, static_size, tensor
 from rope_fusion.canonical.movements import MOVEMENTS
 from rope_fusion.canonical.records import CosSin, Rotation
 from rope_fusion.canonical.rotation_form import Form, forms_of
@@ -114,11 +114,12 @@ class _Survey:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.dtype.is_floating_point:
             return None
-        width = value.shape[-1]
-        if isinstance(width, torch.SymInt) and width.node.maybe_as_int() is None:
+        try:
+            width = static_size(value.shape[-1])
+        except Opaque:
             if node.target in (aten.add.Tensor, aten.sub.Tensor) and _turns_one_tensor(node):
                 self._misses[node] = (
-                    f"looks like a rotation, but its last dim ({width}) is symbolic, so its elements cannot be "
+                    f"looks like a rotation, but its last dim ({value.shape[-1]}) is symbolic, so its elements cannot be "
                     "followed; compile without dynamic=True, and mark dims that do change with mark_dynamic"
                 )
             return None
@@ -203,7 +204,8 @@ class _Survey:
         if not same_sizes(padded[0], padded[1]):
             return "has the elements of a rotation, but its cos and sin are broadcast over different dims"
         if cos.node is not sin.node:
-            problem = mismatch(self._origin(cos.node), self._origin(sin.node))
+            same_columns = form.cos_offset == form.sin_offset
+            problem = mismatch(self._origin(cos.node), self._origin(sin.node), same_columns)
             if problem is not None:
                 return f"has the elements of a rotation, but {problem}"
         problem = _column_mismatch(form, cos, sin)

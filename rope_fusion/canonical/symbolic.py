@@ -33,6 +33,7 @@ from rope_fusion.canonical.elements import (
     Elements,
     Leaf,
     Opaque,
+    static_size,
     tensor,
 )
 from rope_fusion.canonical.layout import is_one
@@ -161,8 +162,11 @@ class Interpreter:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return None
-        width = value.shape[-1]
-        if not isinstance(width, int) or not 1 < width <= MAX_WIDTH:
+        try:
+            width = static_size(value.shape[-1])
+        except Opaque:
+            return None
+        if not 1 < width <= MAX_WIDTH:
             return None
         if value.dtype in FLOAT_DTYPES:
             return self._whole(node, "real", width)
