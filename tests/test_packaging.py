@@ -63,6 +63,10 @@ def test_backend_is_known_to_torch_without_an_import() -> None:
     assert python("import torch; print('rope_fusion' in torch._dynamo.list_backends())") == "True"
 
 
+def test_a_process_that_loaded_the_backend_ends_cleanly() -> None:
+    assert python("import rope_fusion.backend; print('loaded')") == "loaded"  # operators are taken down at exit
+
+
 def test_entry_points_are_installed() -> None:
     points = importlib.metadata.entry_points()
     assert points.select(group="torch_dynamo_backends")["rope_fusion"].value == "rope_fusion.backend:rope_fusion"
