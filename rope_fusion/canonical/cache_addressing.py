@@ -112,13 +112,20 @@ def _of_index_put(node: Node, view: CacheView, numbering: ValueNumbering) -> _Ta
     else:
         raise NotACacheWrite("its indices do not address blocks and places of the cache")
     rest = [dim for position, dim in enumerate(view.dims) if position not in indices]
-    shape = torch.broadcast_shapes(*(index.meta["val"].shape for index in indices.values()))
+    shape = _broadcast([index.meta["val"].shape for index in indices.values()])
     front = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
     tokens = [(Atom(size, _TOKEN),) for size in shape]
     dims = [*rest[:front], *tokens, *rest[front:]]
     return _Target(
         place, block, slots, dims, given["values"], view.selected, view.ranges, slot_offsets=offsets, nodes=passed
     )
+
+
+def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:
+    """The shape of indices together; unlike `torch.broadcast_shapes` it leaves no guard on a symbolic size."""
+    rank = max(len(shape) for shape in shapes)
+    padded = [[1] * (rank - len(shape)) + list(shape) for shape in shapes]
+    return [next((size for size in sizes if not is_one(size)), 1) for sizes in zip(*padded, strict=True)]
 
 
 def _of_scatter(node: Node, view: CacheView) -> _Target:
