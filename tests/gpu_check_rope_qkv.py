@@ -176,7 +176,7 @@ def check(seeds: int) -> list[str]:
     return wrong
 
 
-def graph_microseconds(call: Callable[[], object], budget_us: float) -> float:
+def graph_microseconds(call: Callable[[], object], guess_us: float) -> float:
     """Microseconds of device time per call: the median over replays of a graph that holds many calls."""
     call()
     torch.cuda.synchronize()
@@ -184,19 +184,20 @@ def graph_microseconds(call: Callable[[], object], budget_us: float) -> float:
     with torch.cuda.stream(stream):
         call()
         graph = torch.cuda.CUDAGraph()
-        repeats = int(min(max(budget_us, 20), 400))
+        repeats = int(min(max(3000 / guess_us, 10), 300))
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(repeats):
                 call()
+        graph.replay()
         times = []
-        for _ in range(6):
+        for _ in range(7):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record(stream)
             graph.replay()
             end.record(stream)
             end.synchronize()
             times.append(start.elapsed_time(end) * 1000 / repeats)
-    return statistics.median(times[1:])
+    return statistics.median(times)
 
 
 @triton.jit
@@ -204,13 +205,86 @@ def _nothing(x):
     pass
 
 
+@triton.jit(do_not_specialize=list(range(60)))
+def _nothing_of_many(
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    a6,
+    a7,
+    a8,
+    a9,
+    b0,
+    b1,
+    b2,
+    b3,
+    b4,
+    b5,
+    b6,
+    b7,
+    b8,
+    b9,
+    c0,
+    c1,
+    c2,
+    c3,
+    c4,
+    c5,
+    c6,
+    c7,
+    c8,
+    c9,
+    d0,
+    d1,
+    d2,
+    d3,
+    d4,
+    d5,
+    d6,
+    d7,
+    d8,
+    d9,
+    e0,
+    e1,
+    e2,
+    e3,
+    e4,
+    e5,
+    e6,
+    e7,
+    e8,
+    e9,
+    f0,
+    f1,
+    f2,
+    f3,
+    f4,
+    f5,
+    f6,
+    f7,
+    f8,
+    f9,
+):
+    pass
+
+
 def floors() -> tuple[float, float]:
-    """Bytes per microsecond of a large copy, and microseconds of an empty kernel in a graph."""
-    source = torch.randn(1 << 29, device=DEVICE, dtype=BF16)
+    """Bytes per microsecond of a large copy by a GPU that has left its idle clocks, and an empty kernel in a graph."""
+    source = torch.randn(1 << 30, device=DEVICE, dtype=BF16)
     sink = torch.empty_like(source)
-    copy = graph_microseconds(lambda: sink.copy_(source), 20)
+    started = time.monotonic()
+    while time.monotonic() - started < 1.0:
+        sink.copy_(source)
+        torch.cuda.synchronize()
+    copy = graph_microseconds(lambda: sink.copy_(source), 1000)
     one = torch.empty(1, device=DEVICE)
-    empty = graph_microseconds(lambda: _nothing[(1,)](one), 400)
+    empty = graph_microseconds(lambda: _nothing[(1,)](one), 1)
+    many = graph_microseconds(lambda: _nothing_of_many[(1,)](one, *[1 << 40] * 59), 1)
+    wide = graph_microseconds(lambda: _nothing[(40,)](one), 1)
+    print(f"empty kernel {empty:.2f} us, with 60 arguments {many:.2f}, of 40 programs {wide:.2f}")
     return 2 * source.numel() * 2 / copy, empty
 
 
@@ -246,31 +320,36 @@ def bytes_moved(call: PreparedCall) -> int:
     return inputs + angles + outputs + written
 
 
-def grid(variant: Variant, full: bool) -> list[LaunchParameters]:
-    """Launch parameters worth trying: every tile shape that gives a thread 8 to 64 elements of q."""
+def grid(variant: Variant, tokens: int, full: bool) -> list[LaunchParameters]:
+    """Launch parameters worth trying for this many tokens."""
     width = rope_qkv_triton.next_power_of_2(variant.dims[0])
     found: list[LaunchParameters] = []
-    for tokens, elements, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (1, 2, 4, 8)):
-        per_thread = tokens * elements / (32 * warps)
-        if not 8 <= per_thread <= 64:
-            continue
-        heads = min(max(elements // width, 1), rope_qkv_triton.next_power_of_2(variant.heads[0]))
-        kv_heads = min(max(512 // width, 1), rope_qkv_triton.next_power_of_2(variant.heads[1]))
-        found += [LaunchParameters(tokens, heads, kv_heads, warps, wide, True) for wide in (False, True)]
-    found = list(dict.fromkeys(found))
-    return found if full else [p for p in found if p.tokens * p.q_heads * width / (32 * p.warps) in (16, 32)]
 
+    def tile(heads: int, elements: int, steps: int) -> tuple[int, int]:
+        block = min(max(elements // width, 1), rope_qkv_triton.next_power_of_2(heads))
+        return block, min(steps, -(-heads // block))
 
-def neighbours(best: LaunchParameters) -> list[LaunchParameters]:
-    """The best tile with everything else turned over, one thing at a time."""
-    return [
-        best._replace(packed_rounding=not best.packed_rounding),
-        best._replace(dependent=True),
-        best._replace(contract=True),
-        best._replace(kv_heads=max(best.kv_heads // 2, 1)),
-        best._replace(kv_heads=best.kv_heads * 2),
-        best._replace(wide_angles=not best.wide_angles),
-    ]
+    if tokens <= 512:
+        choices = [
+            (1, elements, 1, warps)
+            for elements, warps in itertools.product((128, 256, 512, 1024, 2048), (1, 2, 4))
+            if 4 <= elements / (32 * warps) <= (16 if tokens < 64 else 32)
+        ]
+    else:
+        choices = [
+            (block, elements, steps, warps)
+            for block, elements, steps, warps in itertools.product(
+                (1, 2, 4, 8), (512, 1024, 2048), (1, 2, 4, 8), (1, 2, 4, 8)
+            )
+            if block * elements == 16 * 32 * warps and (full or (warps in (2, 4) and steps in (2, 4)))
+        ]
+    for block, elements, steps, warps in choices:
+        found += [
+            LaunchParameters(
+                block, *tile(variant.heads[0], elements, steps), *tile(variant.heads[1], elements, steps), warps, False
+            )
+        ]
+    return list(dict.fromkeys(found))
 
 
 def compile_timed(work: list[tuple[str, LaunchParameters]]) -> None:
@@ -292,21 +371,16 @@ def time_all(shapes: list[str], token_counts: list[int], seconds: float) -> list
     deadline = time.monotonic() + seconds
     bandwidth, empty = floors()
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"copy {bandwidth / 1e6:.2f} TB/s, empty kernel {empty:.2f} us")
+    print(f"copy {bandwidth / 1e6:.2f} TB/s")
     timed: list[Timed] = []
     started = time.monotonic()
-    grids = {shape: grid(SHAPES[shape], full=shape == shapes[0]) for shape in shapes}
-    compile_all(compile_timed, [(shape, p) for shape in shapes for p in grids[shape]])
-    print(f"{sum(map(len, grids.values()))} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
+    grids = {(shape, t): grid(SHAPES[shape], t, shape == shapes[0]) for shape in shapes for t in token_counts}
+    work = [(shape, p) for (shape, _), found in grids.items() for p in found]
+    work += [(shape, p._replace(dependent=True)) for shape, p in work]
+    work = list(dict.fromkeys(work))
+    compile_all(compile_timed, work)
+    print(f"{len(work)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
 
-    def measure(shape: str, tokens: int, call: PreparedCall, floor: float, parameters: LaunchParameters) -> float:
-        us = graph_microseconds(
-            lambda: launch(*call.args, **call.options, parameters=parameters), 6000 / max(floor, 15)
-        )
-        timed.append(Timed(shape, tokens, floor, parameters, us))
-        return us
-
-    winners: list[tuple[str, int, LaunchParameters]] = []
     for shape in shapes:
         for tokens in token_counts:
             if time.monotonic() > deadline:
@@ -314,28 +388,29 @@ def time_all(shapes: list[str], token_counts: list[int], seconds: float) -> list
                 break
             call = sized(SHAPES[shape], tokens)
             floor = max(bytes_moved(call) / bandwidth, empty)
-            results = sorted((measure(shape, tokens, call, floor, p), p) for p in grids[shape])
-            shipped = choose_parameters(tokens, *SHAPES[shape].heads, SHAPES[shape].dims[0])
-            ours = measure(shape, tokens, call, floor, shipped)
+
+            def measure(
+                parameters: LaunchParameters | None,
+                call: PreparedCall = call,
+                shape: str = shape,
+                tokens: int = tokens,
+                floor: float = floor,
+            ) -> float:
+                us = graph_microseconds(lambda: launch(*call.args, **call.options, parameters=parameters), floor)
+                if parameters is not None:
+                    timed.append(Timed(shape, tokens, floor, parameters, us))
+                return us
+
+            results = sorted((measure(p), p) for p in grids[shape, tokens])
+            shipped = measure(None)
+            best = results[0][1]
             print(
-                f"{shape} T={tokens}: floor {floor:.2f}, shipped {ours:.2f}; best {results[0][0]:.2f} "
-                f"({results[0][0] / floor:.3f}x)",
+                f"{shape} T={tokens}: floor {floor:.2f}, shipped {shipped:.2f}; best {results[0][0]:.2f} "
+                f"({results[0][0] / floor:.3f}x), again {measure(best):.2f}, dependent "
+                + " ".join(f"{measure(p._replace(dependent=True)):.2f}" for _, p in results[:2]),
                 flush=True,
             )
-            for us, p in results[:4]:
-                print(f"    {us:8.2f}  {tuple(p)[:6]}")
-            winners.append((shape, tokens, results[0][1]))
-    more = [(shape, tokens, p, n) for shape, tokens, p in winners for n in neighbours(p)]
-    compile_all(compile_timed, list(dict.fromkeys((shape, n) for shape, _, _, n in more)))
-    print("one thing turned over: shape, tokens, best, then packed, dependent, contract, kv/2, kv*2, wide")
-    for shape, tokens, best in winners:
-        if time.monotonic() > deadline:
-            print("out of time")
-            break
-        call = sized(SHAPES[shape], tokens)
-        floor = max(bytes_moved(call) / bandwidth, empty)
-        row = [measure(shape, tokens, call, floor, p) for p in (best, *neighbours(best))]
-        print(f"{shape} T={tokens}: " + " ".join(f"{us:.2f}" for us in row), flush=True)
+            print("    " + "  ".join(f"{us:.2f} {tuple(p)[:6]}" for us, p in results[:6]))
     return timed
 
 

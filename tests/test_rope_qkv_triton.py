@@ -39,13 +39,13 @@ def gpu_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
         exact_arithmetic(monkeypatch)
 
 
-def launched(
-    call: PreparedCall, tokens: int = 4, q_heads: int = 4, kv_heads: int = 2, wide_angles: bool = False
-) -> Any:
-    """Launch with small tiles, so that several and partly filled blocks of tokens and heads occur."""
+SMALL = (4, 2, 2, 1, 2)  # tokens, heads and steps of q, of k and v: several and partly filled programs and steps
+
+
+def launched(call: PreparedCall, tile: tuple[int, int, int, int, int] = SMALL) -> Any:
     from rope_fusion.kernels.rope_qkv_triton import LaunchParameters, launch
 
-    return launch(*call.args, **call.options, parameters=LaunchParameters(tokens, q_heads, kv_heads, 1, wide_angles))
+    return launch(*call.args, **call.options, parameters=LaunchParameters(*tile, warps=1, dependent=False))
 
 
 def as_bits(x: Tensor) -> Tensor:
@@ -65,17 +65,17 @@ def test_every_variant_gives_the_reference_bits(index: int) -> None:
     call = make_call(VARIANTS[index], seed=index)
     eager, kernel = call.with_own_caches(), call.with_own_caches()
     want = reference(*eager.args, **eager.options)
-    got = launched(kernel, wide_angles=index % 2 == 1)
+    got = launched(kernel)
     assert_same_bits((*got, *kernel.caches), (*want, *eager.caches))
 
 
 @interpreted
-@pytest.mark.parametrize(("tokens", "q_heads", "kv_heads"), [(1, 1, 1), (16, 8, 4), (8, 2, 4)])
-def test_tile_sizes_do_not_change_the_result(tokens: int, q_heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("tile", [(1, 1, 1, 1, 1), (16, 8, 1, 4, 1), (8, 2, 4, 4, 3)])
+def test_tile_sizes_do_not_change_the_result(tile: tuple[int, int, int, int, int]) -> None:
     call = make_call(next(v for v in VARIANTS if v.writes == "kv" and v.batch_seq == (2, 5)))
     eager, kernel = call.with_own_caches(), call.with_own_caches()
     want = reference(*eager.args, **eager.options)
-    got = launched(kernel, tokens, q_heads, kv_heads)
+    got = launched(kernel, tile)
     assert_same_bits((*got, *kernel.caches), (*want, *eager.caches))
 
 

@@ -46,58 +46,89 @@ def _row(batch, place, batch_stride, place_stride, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _tile_rows(batch, place, head, batch_stride, place_stride, head_stride, SPLIT: tl.constexpr):
-    """Offsets of the rows of a tile, [tokens, heads, 1]."""
-    return _row(batch, place, batch_stride, place_stride, SPLIT)[:, None, None] + (head * head_stride)[None, :, None]
+def _stride(value, UNIT: tl.constexpr, DENSE: tl.constexpr):
+    """The stride of a head: a constant where heads follow one another."""
+    if DENSE > 0:
+        return DENSE
+    else:
+        return value * UNIT
 
 
 @triton.jit
-def _load_pairs(ptr, rows, mask, other, ROTARY: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both elements of each row's pairs, [tokens, heads, BLOCK] each; `rows` and `mask` are [tokens, heads, 1]."""
+def _load_pairs(ptr, mask, OTHER: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both elements of each row's pairs, [tokens, heads, BLOCK] each; `ptr` and `mask` are [tokens, heads, 1]."""
     if INTERLEAVED:
         index = tl.arange(0, 2 * BLOCK)[None, None, :]
         if 2 * BLOCK != ROTARY:
             mask = mask & (index < ROTARY)
-        both = tl.load(ptr + rows + index, mask=mask, other=other)
+        both = tl.load(ptr + index, mask=mask, other=OTHER)
         first, second = tl.split(tl.reshape(both, (both.shape[0], both.shape[1], BLOCK, 2)))
     else:
         index = tl.arange(0, BLOCK)[None, None, :]
         if 2 * BLOCK != ROTARY:
             mask = mask & (index < ROTARY // 2)
-        first = tl.load(ptr + rows + index, mask=mask, other=other)
-        second = tl.load(ptr + rows + ROTARY // 2 + index, mask=mask, other=other)
+        first = tl.load(ptr + index, mask=mask, other=OTHER)
+        second = tl.load(ptr + index + ROTARY // 2, mask=mask, other=OTHER)
     return first, second
 
 
 @triton.jit
 def _load_angles(
-    ptr, rows, mask, ROTARY: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, INTERLEAVED: tl.constexpr
+    ptr, mask, OTHER: tl.constexpr,
+    ROTARY: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):
     """Cosines (or sines) of first and second elements; the same values twice where one column serves a pair."""
     if FULL:
-        return _load_pairs(ptr, rows, mask, float("nan"), ROTARY, BLOCK, INTERLEAVED)
+        return _load_pairs(ptr, mask, OTHER, ROTARY, BLOCK, INTERLEAVED)
     else:
         index = tl.arange(0, BLOCK)[None, None, :]
         if 2 * BLOCK != ROTARY:
             mask = mask & (index < ROTARY // 2)
-        column = tl.load(ptr + rows + index, mask=mask, other=float("nan"))
+        column = tl.load(ptr + index, mask=mask, other=OTHER)
         return column, column
 
 
 @triton.jit
-def _store_pairs(ptr, rows, mask, first, second, ROTARY: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _store_pairs(ptr, mask, first, second, ROTARY: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     if INTERLEAVED:
         both = tl.reshape(tl.join(first, second), (first.shape[0], first.shape[1], 2 * BLOCK))
         index = tl.arange(0, 2 * BLOCK)[None, None, :]
         if 2 * BLOCK != ROTARY:
             mask = mask & (index < ROTARY)
-        tl.store(ptr + rows + index, both, mask=mask)
+        tl.store(ptr + index, both, mask=mask)
     else:
         index = tl.arange(0, BLOCK)[None, None, :]
         if 2 * BLOCK != ROTARY:
             mask = mask & (index < ROTARY // 2)
-        tl.store(ptr + rows + index, first, mask=mask)
-        tl.store(ptr + rows + ROTARY // 2 + index, second, mask=mask)
+        tl.store(ptr + index, first, mask=mask)
+        tl.store(ptr + index + ROTARY // 2, second, mask=mask)
+
+
+@triton.jit
+def _widened(x, WIDE: tl.constexpr, NVIDIA: tl.constexpr):
+    """`x` in WIDE precision."""
+    if NVIDIA and x.dtype == tl.bfloat16 and tl.float32 == WIDE:
+        # One instruction for each element; left to itself the compiler takes the upper one of a pair out in two.
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2
+        )
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(WIDE)
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr, NVIDIA: tl.constexpr):
+    """`x` in fp32, rounded to the dtype of the tensor that a program would have stored here."""
+    if NVIDIA and tl.bfloat16 == DTYPE and x.dtype == tl.float32:
+        # Left to itself the compiler rounds values that are not stored one by one, at a fraction of the rate of pairs.
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
+            "=r,=r,f,f", [x], dtype=tl.int32, is_pure=True, pack=2,
+        )
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -110,9 +141,12 @@ def _round(x, WIDE: tl.constexpr, MATH: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _rotate(a, b, c1, c2, s1, s2, INVERSE: tl.constexpr, WIDE: tl.constexpr, MATH: tl.constexpr, EXACT: tl.constexpr):
+def _rotate(
+    a, b, c1, c2, s1, s2,
+    INVERSE: tl.constexpr, WIDE: tl.constexpr, MATH: tl.constexpr, EXACT: tl.constexpr, NVIDIA: tl.constexpr,
+):
     """The rotated pair in WIDE precision; in exact mode every operand, product and sum is rounded to MATH."""
-    a, b = _round(a.to(WIDE), WIDE, MATH, EXACT), _round(b.to(WIDE), WIDE, MATH, EXACT)
+    a, b = _round(_widened(a, WIDE, NVIDIA), WIDE, MATH, EXACT), _round(_widened(b, WIDE, NVIDIA), WIDE, MATH, EXACT)
     c1, c2 = _round(c1.to(WIDE), WIDE, MATH, EXACT), _round(c2.to(WIDE), WIDE, MATH, EXACT)
     s1, s2 = _round(s1.to(WIDE), WIDE, MATH, EXACT), _round(s2.to(WIDE), WIDE, MATH, EXACT)
     ac, bs = _round(a * c1, WIDE, MATH, EXACT), _round(b * s1, WIDE, MATH, EXACT)
@@ -122,39 +156,6 @@ def _rotate(a, b, c1, c2, s1, s2, INVERSE: tl.constexpr, WIDE: tl.constexpr, MAT
     else:
         first, second = ac - bs, bc + as_
     return _round(first, WIDE, MATH, EXACT), _round(second, WIDE, MATH, EXACT)
-
-
-@triton.jit
-def _materialised(x, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """`x` rounded to the dtype of the tensor that a program would have stored here."""
-    if PACKED:
-        # Left to itself the compiler rounds values that are not stored one by one, at a quarter of the rate of pairs.
-        bits = tl.inline_asm_elementwise(
-            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
-            "=r,=r,f,f", [x], dtype=tl.int32, is_pure=True, pack=2,
-        )
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return x.to(DTYPE)
-
-
-@triton.jit
-def _load_rotated(
-    ptr, rows, mask, cos_ptr, sin_ptr, cos_row, sin_row, in_table,
-    ROTARY: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
-    WIDE: tl.constexpr, MATH: tl.constexpr, OUT: tl.constexpr, EXACT: tl.constexpr, WIDE_ANGLES: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """The rotated pairs of a tile, rounded to OUT."""
-    a, b = _load_pairs(ptr, rows, mask, 0.0, ROTARY, BLOCK, INTERLEAVED)
-    cos_rows, sin_rows, angle_mask = cos_row[:, None, None], sin_row[:, None, None], in_table[:, None, None]
-    if WIDE_ANGLES:  # each head loads its own copy, in the layout of the tile: more first-level traffic, no exchange
-        cos_rows, sin_rows = tl.broadcast_to(cos_rows, rows.shape), tl.broadcast_to(sin_rows, rows.shape)
-        angle_mask = tl.broadcast_to(angle_mask, rows.shape)
-    c1, c2 = _load_angles(cos_ptr, cos_rows, angle_mask, ROTARY, BLOCK, FULL, INTERLEAVED)
-    s1, s2 = _load_angles(sin_ptr, sin_rows, angle_mask, ROTARY, BLOCK, FULL, INTERLEAVED)
-    first, second = _rotate(a, b, c1, c2, s1, s2, INVERSE, WIDE, MATH, EXACT)
-    return _materialised(first, OUT, PACKED), _materialised(second, OUT, PACKED)
 
 
 @triton.jit
@@ -170,9 +171,9 @@ def _reciprocal(scale):
 
 @triton.jit
 def _load_scale(ptr, value, head, PER_HEAD: tl.constexpr, HEADS: tl.constexpr):
-    """The scale and its reciprocal in two parts, in fp32: scalars, or [1, heads, 1]."""
+    """The scale and its reciprocal in two parts, in fp32: scalars, or of the shape of `head`."""
     if PER_HEAD:
-        scale = tl.load(ptr + head, mask=head < HEADS, other=1.0).to(tl.float32)[None, :, None]
+        scale = tl.load(ptr + head, mask=head < HEADS, other=1.0).to(tl.float32)
     elif ptr is not None:
         scale = tl.load(ptr).to(tl.float32)
     else:
@@ -202,13 +203,14 @@ def _quantise(
 
 @triton.jit
 def _as_stored(
-    x, ptr, scale, upper, lower,
-    FP8: tl.constexpr, LIMIT: tl.constexpr, MULTIPLIES: tl.constexpr, EXACT: tl.constexpr,
+    x, ptr, scale, upper, lower, OUT: tl.constexpr,
+    FP8: tl.constexpr, LIMIT: tl.constexpr, MULTIPLIES: tl.constexpr, EXACT: tl.constexpr, NVIDIA: tl.constexpr,
 ):
-    """`x` as the tensor behind `ptr` holds it: quantised, as bytes where the tensor is typed uint8, or cast."""
+    """`x`, rounded to OUT, as the tensor behind `ptr` holds it: quantised, as bytes where it is typed uint8, or cast."""
     if FP8 is None:
-        return x.to(ptr.dtype.element_ty)
+        return x.to(OUT).to(ptr.dtype.element_ty)
     else:
+        x = _widened(x, tl.float32, NVIDIA) if x.dtype == OUT else _rounded(x, OUT, NVIDIA)
         quantised = _quantise(x, scale, upper, lower, FP8, LIMIT, MULTIPLIES, EXACT)
         if ptr.dtype.element_ty == tl.uint8:
             return quantised.to(tl.uint8, bitcast=True)
@@ -217,12 +219,31 @@ def _as_stored(
 
 
 @triton.jit
+def _angle_rows(
+    cos_ptr, sin_ptr, position, batch, place, live, table_rows, cos_batch, cos_place, sin_batch, sin_place,
+    UNIT: tl.constexpr, SPLIT: tl.constexpr,
+):
+    """Pointers to the cos and sin row of each token, at its position or its own, and whether there is one."""
+    if position is not None:
+        position = position.to(tl.int64)
+        position = tl.where(position < 0, position + table_rows, position)
+        # A position outside the table reads NaN, not foreign memory.
+        in_table = live & (position >= 0) & (position < table_rows)
+        return cos_ptr + position * (cos_place * UNIT), sin_ptr + position * (sin_place * UNIT), in_table
+    else:
+        cos_row = _row(batch, place, cos_batch * UNIT, cos_place * UNIT, SPLIT)
+        sin_row = _row(batch, place, sin_batch * UNIT, sin_place * UNIT, SPLIT)
+        return cos_ptr + cos_row, sin_ptr + sin_row, live
+
+
+@triton.jit
 def _locate(
-    slot, slot_offset, batch, valid, blocks, places, block_stride, place_stride,
-    ADDRESSING: tl.constexpr, PAGE: tl.constexpr, SKIP_NEGATIVE: tl.constexpr,
+    slot_ptr, slot_offset_ptr, batch, place, valid, slot_batch, slot_place, slot_offset_batch, slot_offset_place,
+    blocks, places, block_stride, place_stride,
+    ADDRESSING: tl.constexpr, PAGE: tl.constexpr, SKIP_NEGATIVE: tl.constexpr, SPLIT: tl.constexpr,
 ):
     """Row offset of each token in a cache, and whether it is stored: a slot outside the cache is dropped."""
-    slot = slot.to(tl.int64)
+    slot = tl.load(slot_ptr + _row(batch, place, slot_batch, slot_place, SPLIT), mask=valid, other=-1).to(tl.int64)
     if ADDRESSING == STATIC:
         limit = places
     elif ADDRESSING == PAIR:
@@ -240,7 +261,8 @@ def _locate(
         block = slot // PAGE
         row = block * block_stride + (slot - block * PAGE) * place_stride
     else:
-        slot_offset = slot_offset.to(tl.int64)
+        slot_offset_row = _row(batch, place, slot_offset_batch, slot_offset_place, SPLIT)
+        slot_offset = tl.load(slot_offset_ptr + slot_offset_row, mask=valid, other=-1).to(tl.int64)
         if not SKIP_NEGATIVE:
             slot_offset = tl.where(slot_offset < 0, slot_offset + places, slot_offset)
         valid = valid & (slot_offset >= 0) & (slot_offset < places)
@@ -258,6 +280,94 @@ def _pass_index(START: tl.constexpr, ROTARY: tl.constexpr, DIM: tl.constexpr, BL
         return index, index < DIM - ROTARY
     else:
         return tl.where(index < START, index, index + ROTARY), index < DIM - ROTARY
+
+
+@triton.jit
+def _rotate_heads(
+    x_rows, x_head, cos_ptr, sin_ptr, position, batch, place, live, table_rows,
+    cos_batch, cos_place, sin_batch, sin_place, first_head,
+    out_rows, out_head, stored_rows, stored_head, stored, scale_ptr, scale_value, UNIT: tl.constexpr, SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, STEPS: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, START: tl.constexpr, FULL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, OUT_INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    WIDE: tl.constexpr, MATH: tl.constexpr, OUT: tl.constexpr, EXACT: tl.constexpr, NVIDIA: tl.constexpr,
+    FP8: tl.constexpr, LIMIT: tl.constexpr, MULTIPLIES: tl.constexpr, SCALE_PER_HEAD: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_PASS: tl.constexpr,
+):
+    """Rotate STEPS x BLOCK_HEADS heads of a block of tokens: into `out`, and quantised or cast into `stored`.
+
+    Rows are pointers [tokens, 1, 1], None for an output that nobody wants; `live` and `stored` say which tokens exist
+    and have a place to be stored at.
+    """
+    head = first_head + tl.arange(0, BLOCK_HEADS)[None, :, None]
+    x_rows += head * x_head
+    a, b = _load_pairs(x_rows + START, live & (head < HEADS), None, ROTARY, BLOCK_HALF, INTERLEAVED)
+    scale, upper, lower = 1.0, 1.0, 0.0
+    if FP8 is not None and not SCALE_PER_HEAD:
+        scale, upper, lower = _load_scale(scale_ptr, scale_value, head, False, HEADS)
+    # Only now is the position waited for, with the loads above on their way.
+    cos_rows, sin_rows, in_table = _angle_rows(
+        cos_ptr, sin_ptr, position, batch, place, live, table_rows, cos_batch, cos_place, sin_batch, sin_place,
+        UNIT, SPLIT,
+    )
+    # Each head loads its own copy of the angles, in the layout of the heads: the repeats hit the first-level cache, and
+    # nothing has to be exchanged between threads. A NaN among the cosines reaches both elements of its pair.
+    shape: tl.constexpr = (in_table.shape[0], BLOCK_HEADS, 1)
+    has_angles = tl.broadcast_to(in_table, shape)
+    cos_rows, sin_rows = tl.broadcast_to(cos_rows, shape), tl.broadcast_to(sin_rows, shape)
+    c1, c2 = _load_angles(cos_rows, has_angles, float("nan"), ROTARY, BLOCK_HALF, FULL, INTERLEAVED)
+    s1, s2 = _load_angles(sin_rows, has_angles, None, ROTARY, BLOCK_HALF, FULL, INTERLEAVED)
+    for step in tl.static_range(STEPS):
+        first, second = _rotate(a, b, c1, c2, s1, s2, INVERSE, WIDE, MATH, EXACT, NVIDIA)
+        step_head = head + step * BLOCK_HEADS
+        inside = live & (step_head < HEADS)
+        step_rows = x_rows + step * BLOCK_HEADS * x_head
+        if ROTARY < DIM:
+            element, is_rest = _pass_index(START, ROTARY, DIM, BLOCK_PASS)
+            rest = tl.load(step_rows + element, mask=inside & is_rest)
+        if step + 1 < STEPS:  # on their way before the stores below, which no load overtakes
+            next_rows = x_rows + (step + 1) * BLOCK_HEADS * x_head
+            next_inside = live & (step_head + BLOCK_HEADS < HEADS)
+            a, b = _load_pairs(next_rows + START, next_inside, None, ROTARY, BLOCK_HALF, INTERLEAVED)
+        if out_rows is not None:
+            rows = out_rows + step_head * out_head
+            _store_pairs(rows + START, inside, first.to(OUT), second.to(OUT), ROTARY, BLOCK_HALF, OUT_INTERLEAVED)
+            if ROTARY < DIM:
+                tl.store(rows + element, rest.to(OUT), mask=inside & is_rest)
+        if stored_rows is not None:
+            if FP8 is not None and SCALE_PER_HEAD:
+                scale, upper, lower = _load_scale(scale_ptr, scale_value, step_head, True, HEADS)
+            rows = stored_rows + step_head * stored_head
+            inside = inside & stored
+            first = _as_stored(first, stored_rows, scale, upper, lower, OUT, FP8, LIMIT, MULTIPLIES, EXACT, NVIDIA)
+            second = _as_stored(second, stored_rows, scale, upper, lower, OUT, FP8, LIMIT, MULTIPLIES, EXACT, NVIDIA)
+            _store_pairs(rows + START, inside, first, second, ROTARY, BLOCK_HALF, OUT_INTERLEAVED)
+            if ROTARY < DIM:
+                rest = _as_stored(
+                    rest, stored_rows, scale, upper, lower, rest.dtype, FP8, LIMIT, MULTIPLIES, EXACT, NVIDIA
+                )
+                tl.store(rows + element, rest, mask=inside & is_rest)
+
+
+@triton.jit
+def _store_heads(
+    x_rows, x_head, live, first_head, stored_rows, stored_head, stored, scale_ptr, scale_value,
+    HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, STEPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    FP8: tl.constexpr, LIMIT: tl.constexpr, MULTIPLIES: tl.constexpr, SCALE_PER_HEAD: tl.constexpr,
+    EXACT: tl.constexpr, NVIDIA: tl.constexpr,
+):
+    """Store STEPS x BLOCK_HEADS heads of a block of tokens, quantised or cast; arguments as of `_rotate_heads`."""
+    head = first_head + tl.arange(0, BLOCK_HEADS)[None, :, None]
+    element = tl.arange(0, BLOCK)[None, None, :]
+    for step in tl.static_range(STEPS):
+        step_head = head + step * BLOCK_HEADS
+        inside = live & (step_head < HEADS) & (element < DIM)
+        x = tl.load(x_rows + step_head * x_head + element, mask=inside)
+        scale, upper, lower = 1.0, 1.0, 0.0
+        if FP8 is not None:
+            scale, upper, lower = _load_scale(scale_ptr, scale_value, step_head, SCALE_PER_HEAD, HEADS)
+        x = _as_stored(x, stored_rows, scale, upper, lower, x.dtype, FP8, LIMIT, MULTIPLIES, EXACT, NVIDIA)
+        tl.store(stored_rows + step_head * stored_head + element, x, mask=inside & stored)
 
 
 # Sizes, strides and scales vary from call to call; as plain numbers of a declared type they cause no recompilation.
@@ -287,14 +397,18 @@ def rope_qkv_kernel(
     KV_FP8: tl.constexpr, KV_LIMIT: tl.constexpr, KV_MULTIPLIES: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr,
     K_ADDRESSING: tl.constexpr, V_ADDRESSING: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
-    SKIP_NEGATIVE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_Q_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr,
+    Q_DENSE: tl.constexpr, K_DENSE: tl.constexpr, V_DENSE: tl.constexpr, Q_OUT_DENSE: tl.constexpr,
+    K_OUT_DENSE: tl.constexpr, K_CACHE_DENSE: tl.constexpr, V_CACHE_DENSE: tl.constexpr,
+    SKIP_NEGATIVE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_Q_HEADS: tl.constexpr, Q_STEPS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, KV_STEPS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_PASS: tl.constexpr, BLOCK_V: tl.constexpr,
-    Q_GROUPS: tl.constexpr, KV_GROUPS: tl.constexpr,
-    WIDE_ANGLES: tl.constexpr, Q_PACKED: tl.constexpr, K_PACKED: tl.constexpr, DEPENDENT: tl.constexpr,
+    Q_GROUPS: tl.constexpr, K_GROUPS: tl.constexpr, V_GROUPS: tl.constexpr,
+    NVIDIA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    group = pid % (Q_GROUPS + KV_GROUPS)
-    token = (pid // (Q_GROUPS + KV_GROUPS)) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    GROUPS: tl.constexpr = Q_GROUPS + K_GROUPS + V_GROUPS
+    group = pid % GROUPS
+    token = (pid // GROUPS) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None, None]
     live = token < tokens
     if SPLIT == ONE_BATCH:
         batch, place = tl.zeros_like(token), token
@@ -307,117 +421,69 @@ def rope_qkv_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
-    # The cos/sin row of each token: gathered by position, or its own. A position outside the table reads NaN, not
-    # foreign memory.
-    if position_ptr is not None:
-        position_row = _row(batch, place, position_batch, position_place, SPLIT)
-        position = tl.load(position_ptr + position_row, mask=live, other=0).to(tl.int64)
-        position = tl.where(position < 0, position + table_rows, position)
-        cos_row, sin_row = position * (cos_place * UNIT), position * (sin_place * UNIT)
-        in_table = live & (position >= 0) & (position < table_rows)
-    else:
-        cos_row = _row(batch, place, cos_batch * UNIT, cos_place * UNIT, SPLIT)
-        sin_row = _row(batch, place, sin_batch * UNIT, sin_place * UNIT, SPLIT)
-        in_table = live
-
     if group < Q_GROUPS:
         if Q_GROUPS > 0:
-            q_index = group * BLOCK_Q_HEADS + tl.arange(0, BLOCK_Q_HEADS)
-            q_mask = live[:, None, None] & (q_index < Q_HEADS)[None, :, None]
-            q_rows = _tile_rows(batch, place, q_index, q_batch * UNIT, q_place * UNIT, q_head * UNIT, SPLIT)
-            out_rows = _tile_rows(
-                batch, place, q_index, q_out_batch * UNIT, q_out_place * UNIT, q_out_head * UNIT, SPLIT
-            )
-            if Q_FP8 is not None:
-                q_scale, q_upper, q_lower = _load_scale(q_scale_ptr, q_scale_value, q_index, False, Q_HEADS)
-            q1, q2 = _load_rotated(
-                q_ptr, q_rows + START, q_mask, cos_ptr, sin_ptr, cos_row, sin_row, in_table,
-                ROTARY, BLOCK_HALF, FULL, INTERLEAVED, INVERSE, WIDE, MATH, OUT, EXACT, WIDE_ANGLES, Q_PACKED,
-            )
+            position = None
+            if position_ptr is not None:
+                position_row = _row(batch, place, position_batch, position_place, SPLIT)
+                position = tl.load(position_ptr + position_row, mask=live, other=0)
+            q_rows = q_ptr + _row(batch, place, q_batch * UNIT, q_place * UNIT, SPLIT)
+            q_out_row = _row(batch, place, q_out_batch * UNIT, q_out_place * UNIT, SPLIT)
+            q_out_rows, q8_rows = None, None
             if q_out_ptr is not None:
-                _store_pairs(q_out_ptr, out_rows + START, q_mask, q1, q2, ROTARY, BLOCK_HALF, OUT_INTERLEAVED)
-            if Q_FP8 is not None:
-                q1_fp8 = _quantise(q1, q_scale, q_upper, q_lower, Q_FP8, Q_LIMIT, Q_MULTIPLIES, EXACT)
-                q2_fp8 = _quantise(q2, q_scale, q_upper, q_lower, Q_FP8, Q_LIMIT, Q_MULTIPLIES, EXACT)
-                _store_pairs(q8_ptr, out_rows + START, q_mask, q1_fp8, q2_fp8, ROTARY, BLOCK_HALF, OUT_INTERLEAVED)
-            if ROTARY < DIM:
-                q_element, q_inside = _pass_index(START, ROTARY, DIM, BLOCK_PASS)
-                q_rest = tl.load(q_ptr + q_rows + q_element, mask=q_mask & q_inside, other=0.0)
-                if q_out_ptr is not None:
-                    tl.store(q_out_ptr + out_rows + q_element, q_rest, mask=q_mask & q_inside)
-                if Q_FP8 is not None:
-                    q_rest_fp8 = _quantise(q_rest, q_scale, q_upper, q_lower, Q_FP8, Q_LIMIT, Q_MULTIPLIES, EXACT)
-                    tl.store(q8_ptr + out_rows + q_element, q_rest_fp8, mask=q_mask & q_inside)
+                q_out_rows = q_out_ptr + q_out_row
+            if q8_ptr is not None:
+                q8_rows = q8_ptr + q_out_row
+            q_out_stride = _stride(q_out_head, UNIT, Q_OUT_DENSE)
+            _rotate_heads(
+                q_rows, _stride(q_head, UNIT, Q_DENSE), cos_ptr, sin_ptr, position, batch, place, live,
+                table_rows, cos_batch, cos_place, sin_batch, sin_place, group * (Q_STEPS * BLOCK_Q_HEADS),
+                q_out_rows, q_out_stride, q8_rows, q_out_stride, live, q_scale_ptr, q_scale_value, UNIT, SPLIT,
+                Q_HEADS, BLOCK_Q_HEADS, Q_STEPS, DIM, ROTARY, START, FULL, INTERLEAVED, OUT_INTERLEAVED, INVERSE,
+                WIDE, MATH, OUT, EXACT, NVIDIA, Q_FP8, Q_LIMIT, Q_MULTIPLIES, False, BLOCK_HALF, BLOCK_PASS,
+            )
+    elif group < Q_GROUPS + K_GROUPS:
+        if K_GROUPS > 0:
+            position = None
+            if position_ptr is not None:
+                position_row = _row(batch, place, position_batch, position_place, SPLIT)
+                position = tl.load(position_ptr + position_row, mask=live, other=0)
+            k_rows = k_ptr + _row(batch, place, k_batch * UNIT, k_place * UNIT, SPLIT)
+            k_out_rows, k_stored_rows, k_stored = None, None, live
+            if k_out_ptr is not None:
+                k_out_rows = k_out_ptr + _row(batch, place, k_out_batch * UNIT, k_out_place * UNIT, SPLIT)
+            if k_cache_ptr is not None:
+                k_row, k_stored = _locate(
+                    slot_ptr, slot_offset_ptr, batch, place, live & (token < stored_tokens), slot_batch, slot_place,
+                    slot_offset_batch, slot_offset_place, k_blocks, k_places, k_block_stride * UNIT,
+                    k_place_stride * UNIT, K_ADDRESSING, K_PAGE, SKIP_NEGATIVE, SPLIT,
+                )
+                k_stored_rows = k_cache_ptr + k_offset * UNIT + k_row
+            _rotate_heads(
+                k_rows, _stride(k_head, UNIT, K_DENSE), cos_ptr, sin_ptr, position, batch, place, live,
+                table_rows, cos_batch, cos_place, sin_batch, sin_place,
+                (group - Q_GROUPS) * (KV_STEPS * BLOCK_KV_HEADS),
+                k_out_rows, _stride(k_out_head, UNIT, K_OUT_DENSE),
+                k_stored_rows, _stride(k_head_stride, UNIT, K_CACHE_DENSE), k_stored, k_scale_ptr, k_scale_value,
+                UNIT, SPLIT, KV_HEADS, BLOCK_KV_HEADS, KV_STEPS, DIM, ROTARY, START, FULL, INTERLEAVED, OUT_INTERLEAVED, INVERSE,
+                WIDE, MATH, OUT, EXACT, NVIDIA, KV_FP8, KV_LIMIT, KV_MULTIPLIES, K_SCALE_PER_HEAD,
+                BLOCK_HALF, BLOCK_PASS,
+            )
     else:
-        if KV_GROUPS > 0:
-            kv_index = (group - Q_GROUPS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)
-            kv_mask = live[:, None, None] & (kv_index < KV_HEADS)[None, :, None]
-            stored = live & (token < stored_tokens)
-            slot, slot_offset = tl.zeros_like(token), tl.zeros_like(token)
-            if slot_ptr is not None:
-                slot_row = _row(batch, place, slot_batch, slot_place, SPLIT)
-                slot = tl.load(slot_ptr + slot_row, mask=stored, other=-1)
-            if slot_offset_ptr is not None:
-                slot_offset_row = _row(batch, place, slot_offset_batch, slot_offset_place, SPLIT)
-                slot_offset = tl.load(slot_offset_ptr + slot_offset_row, mask=stored, other=-1)
-            if v_ptr is not None:
-                v_element = tl.arange(0, BLOCK_V)[None, None, :]
-                v_mask = kv_mask
-                if BLOCK_V != V_DIM:
-                    v_mask = v_mask & (v_element < V_DIM)
-                v_rows = _tile_rows(batch, place, kv_index, v_batch * UNIT, v_place * UNIT, v_head * UNIT, SPLIT)
-                v = tl.load(v_ptr + v_rows + v_element, mask=v_mask, other=0.0)
-            if k_ptr is not None:
-                k_rows = _tile_rows(batch, place, kv_index, k_batch * UNIT, k_place * UNIT, k_head * UNIT, SPLIT)
-                k_scale, k_upper, k_lower = 1.0, 1.0, 0.0
-                if KV_FP8 is not None:
-                    k_scale, k_upper, k_lower = _load_scale(
-                        k_scale_ptr, k_scale_value, kv_index, K_SCALE_PER_HEAD, KV_HEADS
-                    )
-                k1, k2 = _load_rotated(
-                    k_ptr, k_rows + START, kv_mask, cos_ptr, sin_ptr, cos_row, sin_row, in_table,
-                    ROTARY, BLOCK_HALF, FULL, INTERLEAVED, INVERSE, WIDE, MATH, OUT, EXACT, WIDE_ANGLES, K_PACKED,
-                )
-                if ROTARY < DIM:
-                    k_element, k_inside = _pass_index(START, ROTARY, DIM, BLOCK_PASS)
-                    k_rest = tl.load(k_ptr + k_rows + k_element, mask=kv_mask & k_inside, other=0.0)
-                if k_out_ptr is not None:
-                    k_out_rows = _tile_rows(
-                        batch, place, kv_index, k_out_batch * UNIT, k_out_place * UNIT, k_out_head * UNIT, SPLIT
-                    )
-                    _store_pairs(k_out_ptr, k_out_rows + START, kv_mask, k1, k2, ROTARY, BLOCK_HALF, OUT_INTERLEAVED)
-                    if ROTARY < DIM:
-                        tl.store(k_out_ptr + k_out_rows + k_element, k_rest, mask=kv_mask & k_inside)
-                if k_cache_ptr is not None:
-                    k_row, k_valid = _locate(
-                        slot, slot_offset, batch, stored, k_blocks, k_places,
-                        k_block_stride * UNIT, k_place_stride * UNIT, K_ADDRESSING, K_PAGE, SKIP_NEGATIVE,
-                    )
-                    k_heads = k_offset * UNIT + kv_index * (k_head_stride * UNIT)
-                    k_cache_rows = k_row[:, None, None] + k_heads[None, :, None]
-                    k_mask = kv_mask & k_valid[:, None, None]
-                    k1 = _as_stored(k1, k_cache_ptr, k_scale, k_upper, k_lower, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT)
-                    k2 = _as_stored(k2, k_cache_ptr, k_scale, k_upper, k_lower, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT)
-                    _store_pairs(k_cache_ptr, k_cache_rows + START, k_mask, k1, k2, ROTARY, BLOCK_HALF, OUT_INTERLEAVED)
-                    if ROTARY < DIM:
-                        k_rest = _as_stored(
-                            k_rest, k_cache_ptr, k_scale, k_upper, k_lower, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT
-                        )
-                        tl.store(k_cache_ptr + k_cache_rows + k_element, k_rest, mask=k_mask & k_inside)
-            if v_ptr is not None:
-                v_scale, v_upper, v_lower = 1.0, 1.0, 0.0
-                if KV_FP8 is not None:
-                    v_scale, v_upper, v_lower = _load_scale(
-                        v_scale_ptr, v_scale_value, kv_index, V_SCALE_PER_HEAD, KV_HEADS
-                    )
-                v_row, v_valid = _locate(
-                    slot, slot_offset, batch, stored, v_blocks, v_places,
-                    v_block_stride * UNIT, v_place_stride * UNIT, V_ADDRESSING, V_PAGE, SKIP_NEGATIVE,
-                )
-                v_heads = v_offset * UNIT + kv_index * (v_head_stride * UNIT)
-                v = _as_stored(v, v_cache_ptr, v_scale, v_upper, v_lower, KV_FP8, KV_LIMIT, KV_MULTIPLIES, EXACT)
-                v_mask = v_mask & v_valid[:, None, None]
-                tl.store(v_cache_ptr + v_row[:, None, None] + v_heads[None, :, None] + v_element, v, mask=v_mask)
+        if V_GROUPS > 0:
+            v_rows = v_ptr + _row(batch, place, v_batch * UNIT, v_place * UNIT, SPLIT)
+            v_row, v_stored = _locate(
+                slot_ptr, slot_offset_ptr, batch, place, live & (token < stored_tokens), slot_batch, slot_place,
+                slot_offset_batch, slot_offset_place, v_blocks, v_places, v_block_stride * UNIT,
+                v_place_stride * UNIT, V_ADDRESSING, V_PAGE, SKIP_NEGATIVE, SPLIT,
+            )
+            _store_heads(
+                v_rows, _stride(v_head, UNIT, V_DENSE), live,
+                (group - Q_GROUPS - K_GROUPS) * (KV_STEPS * BLOCK_KV_HEADS),
+                v_cache_ptr + v_offset * UNIT + v_row, _stride(v_head_stride, UNIT, V_CACHE_DENSE), v_stored,
+                v_scale_ptr, v_scale_value, KV_HEADS, BLOCK_KV_HEADS, KV_STEPS, V_DIM, BLOCK_V,
+                KV_FP8, KV_LIMIT, KV_MULTIPLIES, V_SCALE_PER_HEAD, EXACT, NVIDIA,
+            )
 # fmt: on
 
 
@@ -434,33 +500,32 @@ WIDEST_UNIT = 16  # elements; 16 bytes of the narrowest dtype
 
 
 class LaunchParameters(NamedTuple):
-    """How the work is cut: what one program owns, and with how many warps."""
+    """How the work is cut: one program takes ``steps`` tiles of tokens x heads, one after the other."""
 
     tokens: int
     q_heads: int
+    q_steps: int
     kv_heads: int
+    kv_steps: int
     warps: int
-    wide_angles: bool
-    packed_rounding: bool = False
-    dependent: bool = False
-    contract: bool = False
+    dependent: bool  # start while the kernel before it ends: programmatic dependent launch, on NVIDIA from sm_90
 
 
 class LaunchRule(NamedTuple):
-    """Row of the launch table, for up to ``up_to`` tokens; tile sizes are elements (heads x head dim) of one token."""
+    """Row of the launch table, for up to ``up_to`` tokens; a tile holds ``elements`` (heads x head dim) of a token."""
 
     up_to: float
     tokens: int
-    q_elements: int
-    kv_elements: int
+    elements: int
+    steps: int
     warps: int
-    wide_angles: bool
+    dependent: bool
 
 
 LAUNCH_TABLE = (
-    LaunchRule(8, 1, 512, 512, 1, False),
-    LaunchRule(512, 1, 1024, 512, 2, False),
-    LaunchRule(float("inf"), 4, 1024, 512, 4, False),
+    LaunchRule(8, 1, 256, 1, 1, False),
+    LaunchRule(512, 1, 512, 1, 1, False),
+    LaunchRule(float("inf"), 4, 512, 4, 4, False),
 )
 
 
@@ -472,14 +537,13 @@ def next_power_of_2(n: int) -> int:
 def choose_parameters(tokens: int, q_heads: int, kv_heads: int, head_dim: int) -> LaunchParameters:
     """The launch parameters that were measured best for these sizes."""
     rule = next(rule for rule in LAUNCH_TABLE if tokens <= rule.up_to)
-    width = next_power_of_2(head_dim)
+    fitting = max(rule.elements // next_power_of_2(head_dim), 1)
 
-    def heads(elements: int, available: int) -> int:
-        return min(max(elements // width, 1), next_power_of_2(available))
+    def tile(heads: int) -> tuple[int, int]:
+        block = min(fitting, next_power_of_2(heads))
+        return block, min(rule.steps, -(-heads // block))
 
-    return LaunchParameters(
-        rule.tokens, heads(rule.q_elements, q_heads), heads(rule.kv_elements, kv_heads), rule.warps, rule.wide_angles
-    )
+    return LaunchParameters(rule.tokens, *tile(q_heads), *tile(max(kv_heads, 1)), rule.warps, rule.dependent)
 
 
 class Spec(NamedTuple):
@@ -489,6 +553,7 @@ class Spec(NamedTuple):
     cos_dtype: torch.dtype
     q_heads: int  # 0: nobody wants the rotated q
     kv_heads: int  # 0: neither k nor v is there
+    has_k: bool
     head_dim: int
     v_head_dim: int
     rotary_dim: int
@@ -515,7 +580,8 @@ class Spec(NamedTuple):
     split: int
     need_q: bool
     need_k: bool
-    saturating: bool  # a conversion to FP8 clamps by itself
+    dense: tuple[int, ...]  # of q, k, v, outputs of q and k, caches of k and v: the stride of a head if it is its size
+    nvidia: bool  # NVIDIA's instructions may be used, and a conversion to FP8 clamps by itself
 
 
 @dataclass(frozen=True)
@@ -539,9 +605,11 @@ def variant_of(spec: Spec, launch_parameters: LaunchParameters) -> Variant:
     """The specialisation of the kernel that serves ``spec``."""
     p = launch_parameters
     half, rest = spec.rotary_dim // 2, spec.head_dim - spec.rotary_dim
-    packed = p.packed_rounding and spec.out_dtype == torch.bfloat16 and not spec.exact
-    q_groups = -(-spec.q_heads // p.q_heads)
-    kv_groups = -(-spec.kv_heads // p.kv_heads)
+    q_groups = -(-spec.q_heads // (p.q_heads * p.q_steps))
+    kv_groups = -(-spec.kv_heads // (p.kv_heads * p.kv_steps))
+    k_groups, v_groups = kv_groups * spec.has_k, kv_groups * (spec.v_head_dim > 0)
+    dense = dict(zip(("Q", "K", "V", "Q_OUT", "K_OUT", "K_CACHE", "V_CACHE"), spec.dense, strict=True))
+    dependent = p.dependent and spec.nvidia
     constexprs = {
         "UNIT": spec.unit,
         "SPLIT": spec.split,
@@ -560,10 +628,10 @@ def variant_of(spec: Spec, launch_parameters: LaunchParameters) -> Variant:
         "OUT": TRITON_DTYPES[spec.out_dtype],
         "EXACT": spec.exact,
         "Q_FP8": None if spec.q_fp8 is None else TRITON_DTYPES[spec.q_fp8],
-        "Q_LIMIT": None if spec.q_fp8 is None or spec.saturating else torch.finfo(spec.q_fp8).max,
+        "Q_LIMIT": None if spec.q_fp8 is None or spec.nvidia else torch.finfo(spec.q_fp8).max,
         "Q_MULTIPLIES": spec.q_scale_multiplies,
         "KV_FP8": None if spec.kv_fp8 is None else TRITON_DTYPES[spec.kv_fp8],
-        "KV_LIMIT": None if spec.kv_fp8 is None or spec.saturating else torch.finfo(spec.kv_fp8).max,
+        "KV_LIMIT": None if spec.kv_fp8 is None or spec.nvidia else torch.finfo(spec.kv_fp8).max,
         "KV_MULTIPLIES": spec.kv_scale_multiplies,
         "K_SCALE_PER_HEAD": spec.k_scale_per_head,
         "V_SCALE_PER_HEAD": spec.v_scale_per_head,
@@ -574,21 +642,24 @@ def variant_of(spec: Spec, launch_parameters: LaunchParameters) -> Variant:
         "SKIP_NEGATIVE": spec.skip_negative_slots,
         "BLOCK_TOKENS": p.tokens,
         "BLOCK_Q_HEADS": p.q_heads,
+        "Q_STEPS": p.q_steps,
         "BLOCK_KV_HEADS": p.kv_heads,
+        "KV_STEPS": p.kv_steps,
         "BLOCK_HALF": next_power_of_2(half),
         "BLOCK_PASS": next_power_of_2(rest),
         "BLOCK_V": next_power_of_2(spec.v_head_dim),
         "Q_GROUPS": q_groups,
-        "KV_GROUPS": kv_groups,
-        "WIDE_ANGLES": p.wide_angles,
-        "Q_PACKED": packed and spec.q_fp8 is not None and not spec.need_q,
-        "K_PACKED": packed and spec.kv_fp8 is not None and not spec.need_k,
-        "DEPENDENT": p.dependent,
+        "K_GROUPS": k_groups,
+        "V_GROUPS": v_groups,
+        "NVIDIA": spec.nvidia,
+        "DEPENDENT": dependent,
+        **{f"{name}_DENSE": stride for name, stride in dense.items()},
     }
-    options = {"num_warps": p.warps, "enable_fp_fusion": p.contract and not spec.exact}
-    if p.dependent:  # an option of the CUDA backend alone
+    # A fused multiply-add would skip a rounding that eager does.
+    options = {"num_warps": p.warps, "enable_fp_fusion": False}
+    if dependent:  # an option of the CUDA backend alone
         options["launch_pdl"] = True
-    return Variant(spec, constexprs, options, q_groups + kv_groups, p.tokens)
+    return Variant(spec, constexprs, options, q_groups + k_groups + v_groups, p.tokens)
 
 
 @lru_cache(maxsize=1024)
@@ -620,6 +691,11 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
         place if x.shape[1] > 1 else 0,
         head if x.shape[2] > 1 else 0,
     )
+
+
+def dense_stride(x: Tensor | None) -> int:
+    """The stride of heads that follow one another, else 0. A constant of the kernel: it does not vary with sizes."""
+    return x.shape[3] if x is not None and (x.stride(2) == x.shape[3] or x.shape[2] == 1) else 0
 
 
 def index_strides(index: Tensor, seq: int, flat: bool) -> tuple[int, int]:
@@ -708,6 +784,7 @@ def prepare(
         k = None
     kv = v if k is None else k
     kv_heads = 0 if kv is None else kv.shape[2]
+    v_dim = 0 if v is None else v.shape[3]
 
     k_geometry, k_addressing = NO_GEOMETRY, 0
     v_geometry, v_addressing = NO_GEOMETRY, 0
@@ -753,8 +830,9 @@ def prepare(
         cos.dtype,
         q_heads if q_out is not None or q8 is not None else 0,
         kv_heads,
+        k is not None,
         head_dim,
-        0 if v is None else v.shape[3],
+        v_dim,
         rotary_dim,
         rotary_start,
         cos.shape[-1] == rotary_dim,
@@ -779,6 +857,15 @@ def prepare(
         ONE_BATCH.value if batch == 1 else ONE_PLACE.value if seq == 1 else BATCH_AND_PLACE.value,
         need_q,
         k_out is not None,
+        (
+            dense_stride(q),
+            dense_stride(k),
+            dense_stride(v),
+            dense_stride(q_result),
+            dense_stride(k_out),
+            head_dim if k_geometry.head_stride == head_dim or kv_heads == 1 else 0,
+            v_dim if v_geometry.head_stride == v_dim or kv_heads == 1 else 0,
+        ),
         target is not None and target.backend == "cuda",
     )
     variant = variant_of(spec, parameters or choose_parameters(tokens, q_heads, kv_heads, head_dim))

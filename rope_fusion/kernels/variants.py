@@ -185,19 +185,28 @@ def make_call(variant: Variant, seed: int = 0, device: torch.device | str = "cpu
     dim, rotary_dim, rotary_start = variant.dims
     v_dim = variant.v_dim or dim
 
-    def rows(*shape: int, dtype: torch.dtype = variant.dtype) -> Tensor:
+    def rows(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, generator=generator, device=source).to(dtype).to(device)
 
+    def states(*shape: int) -> Tensor:  # a few are large enough to saturate FP8
+        x = torch.randn(shape, generator=generator, device=source)
+        large = torch.rand(shape, generator=generator, device=source) < 0.01
+        return torch.where(large, 300 * x, x).to(variant.dtype).to(device)
+
     if variant.source == "packed":
-        qkv = rows(batch, seq, (q_heads + kv_heads) * dim + kv_heads * v_dim)
+        qkv = states(batch, seq, (q_heads + kv_heads) * dim + kv_heads * v_dim)
         sizes = (q_heads * dim, kv_heads * dim, kv_heads * v_dim)
         parts = zip(qkv.split(sizes, -1), (q_heads, kv_heads, kv_heads), strict=True)
         q, k, v = (part.unflatten(-1, (h, -1)) for part, h in parts)
     elif variant.source == "contiguous":
-        q, k, v = rows(batch, seq, q_heads, dim), rows(batch, seq, kv_heads, dim), rows(batch, seq, kv_heads, v_dim)
+        q, k, v = (
+            states(batch, seq, q_heads, dim),
+            states(batch, seq, kv_heads, dim),
+            states(batch, seq, kv_heads, v_dim),
+        )
     else:
         q, k, v = (
-            rows(batch, h, seq, d).transpose(1, 2) for h, d in ((q_heads, dim), (kv_heads, dim), (kv_heads, v_dim))
+            states(batch, h, seq, d).transpose(1, 2) for h, d in ((q_heads, dim), (kv_heads, dim), (kv_heads, v_dim))
         )
 
     columns = rotary_dim if variant.full_width else rotary_dim // 2
