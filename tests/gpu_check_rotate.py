@@ -2,28 +2,34 @@
 
 `check` compares every variant with the reference on poisoned outputs. `table` times the inverse rotation of an
 attention output against eager, Inductor and the memory floor; `fp8` its quantising forms; `partial` forward partial
-rotations; `grid` tries launch parameters. Without a part all are run. All times are medians of CUDA-graph replays in
-µs. With $OUT set, rotate.json goes there.
+rotations; `early` programmatic dependent launch; `grid` tries launch parameters. Without a part all are run. Everything is compiled first, in parallel. All
+times are medians of CUDA-graph replays in µs: calls back to back, or, where "after", each behind the kernel that wrote
+x. With $OUT set, rotate.json goes there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import multiprocessing
 import os
+import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.testing import do_bench_cudagraph
 
 from rope_fusion.kernels.rope_qkv import quantise_reference
 from rope_fusion.kernels.rotate import GroupFp8, Rotary, StaticFp8, arranged, group_quantized, output_shape, rotated
-from rope_fusion.kernels.rotate_triton import Launch, launch, pick_launch
+from rope_fusion.kernels.rotate_triton import Launch, launch, next_power_of_2, pick_launch
 
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
@@ -151,23 +157,49 @@ def check() -> int:
 # ---- timing
 
 
-def microseconds(function: Callable[..., Any], *args: Any, rep: int = 20, **options: Any) -> float:
-    with torch.cuda.stream(torch.cuda.Stream()):
-        return do_bench_cudagraph(lambda: function(*args, **options), rep=rep, return_mode="median") * 1e3
+def microseconds(call: Callable[[], Any], budget: float = 20e3) -> float:
+    """Median time of one call among many in a CUDA graph; `budget` is the µs that the replays may take."""
+    stream = torch.cuda.Stream()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def replayed(count: int, replays: int) -> float:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(count):
+                call()
+        times = []
+        for _ in range(replays):
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / count)
+        return statistics.median(times)
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        once = replayed(10, 4)
+        replays = 12
+        return replayed(max(1, min(400, int(budget / replays / once))), replays)
+
+
+def warm_up(seconds: float) -> None:
+    """Keep the GPU busy until its clocks have risen."""
+    a = torch.randn(4096, 4096, device=DEVICE, dtype=BF16)
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
 
 
 def bandwidth() -> float:
-    """Bytes per µs of a large copy, reads and writes counted."""
-    source = torch.randn(1 << 29, device=DEVICE, dtype=BF16)
+    """Bytes per µs of a large copy on a busy GPU, reads and writes counted."""
+    source = torch.randn(1 << 30, device=DEVICE, dtype=BF16)
     target = torch.empty_like(source)
-    return 2 * source.numel() * 2 / microseconds(target.copy_, source)
-
-
-def by_inductor(function: Callable[..., Any], *args: Any) -> float:
-    torch._dynamo.reset()
-    compiled = torch.compile(function, dynamic=False)
-    compiled(*args)
-    return microseconds(compiled, *args)
+    # a kernel: what a graph makes of `copy_` is a transfer by another engine, at two thirds of the rate
+    return 2 * source.numel() * 2 / microseconds(lambda: torch.neg(source, out=target), budget=100e3)
 
 
 def record(**row: Any) -> None:
@@ -183,167 +215,281 @@ def joined_table(rows: int, dim: int) -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], -1)
 
 
-def inverse_rope(o: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+# the programs, as models write them
+
+
+def inverse_rope(o: Tensor, positions: Tensor, table: Tensor, start: int) -> Tensor:
     """The o-projection's spelling: clone, index_select, repeat_interleave, neg, stack, cat and casts."""
-    dim = table.shape[1]
     o = o.clone()
     cos, sin = table.index_select(0, positions).chunk(2, -1)
     cos = cos.repeat_interleave(2, -1)[:, None]
     sin = (-sin).repeat_interleave(2, -1)[:, None]
-    x = o[..., -dim:].float()
+    x = o[..., start:].float()
     turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    return torch.cat([o[..., :-dim], (x * cos + turned * sin).to(o.dtype)], -1)
+    return torch.cat([o[..., :start], (x * cos + turned * sin).to(o.dtype)], -1)
 
 
-SIZES = [(1, 16), (16, 16), (64, 16), (64, 128), (4096, 16), (4096, 128)]
+def static_fp8_chain(o: Tensor, positions: Tensor, table: Tensor, start: int) -> Tensor:
+    return (inverse_rope(o, positions, table, start).float() / 0.02).clamp(-448, 448).to(FP8)
 
 
-def table(rate: float) -> None:
-    width, dim = 512, 64
-    cache = joined_table(65536, dim)
-    cos, sin = cache.chunk(2, 1)
-    how = rotary(width - dim, dim)
-    for tokens, heads in SIZES:
-        o = torch.randn(tokens, heads, width, device=DEVICE, dtype=BF16)
-        x, out = o[None], torch.empty_like(o)[None]
-        positions = torch.randint(0, 65536, (tokens,), device=DEVICE)
-        launch(x, cos, sin, positions, how, out)
-        error = (out[0].float() - inverse_rope(o, positions, cache).float()).abs().max().item()
-        trig = tokens * (dim * 4 + 8)
-        ours = microseconds(launch, x, cos, sin, positions, how, out)
-        compiled = by_inductor(inverse_rope, o, positions, cache)
-        floor = (2 * o.numel() * 2 + trig) / rate
-        record(
-            case="inverse", tokens=tokens, heads=heads,
-            eager=microseconds(inverse_rope, o, positions, cache),
-            inductor=compiled, ours=ours, again=microseconds(launch, x, cos, sin, positions, how, out),
-            floor=floor, over_floor=ours / floor, gain=compiled / ours,
-            in_place=microseconds(launch, x, cos, sin, positions, how, x),
-            in_place_floor=(2 * tokens * heads * dim * 2 + trig) / rate, error=error,
-        )  # fmt: skip
-
-
-def static_fp8_chain(o: Tensor, positions: Tensor, table: Tensor, scale: Tensor) -> Tensor:
-    value = inverse_rope(o, positions, table)
-    return (value.float() / scale).clamp(-448, 448).to(FP8)
-
-
-def group_fp8_chain(o: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    groups = inverse_rope(o, positions, table).float().unflatten(-1, (-1, 128))
+def group_fp8_chain(o: Tensor, positions: Tensor, table: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    groups = inverse_rope(o, positions, table, start).float().unflatten(-1, (-1, 128))
     scales = groups.abs().amax(-1).clamp(min=1e-4) / 448
     return (groups / scales[..., None]).clamp(-448, 448).to(FP8).flatten(-2), scales
 
 
-def fp8(rate: float) -> None:
-    width, dim = 512, 64
-    cache = joined_table(65536, dim)
-    cos, sin = cache.chunk(2, 1)
-    how = rotary(width - dim, dim)
-    scale = torch.tensor([0.02], device=DEVICE)
-    for tokens, heads in SIZES:
-        o = torch.randn(tokens, heads, width, device=DEVICE, dtype=BF16)
-        x, out = o[None], torch.empty_like(o, dtype=FP8)[None]
-        scales = torch.empty(1, tokens, heads, width // 128, device=DEVICE)
-        positions = torch.randint(0, 65536, (tokens,), device=DEVICE)
-        static, group = StaticFp8(FP8, scale, 1.0, False), GroupFp8(FP8, 128, 1e-4, False)
-        floor = (3 * o.numel() + tokens * (dim * 4 + 8)) / rate
-        record(
-            case="fp8", tokens=tokens, heads=heads, floor=floor,
-            static_inductor=by_inductor(static_fp8_chain, o, positions, cache, scale),
-            static=microseconds(launch, x, cos, sin, positions, how, out, rounded=BF16, quant=static),
-            group_inductor=by_inductor(group_fp8_chain, o, positions, cache),
-            group=microseconds(launch, x, cos, sin, positions, how, out, rounded=BF16, quant=group, scales=scales),
-        )  # fmt: skip
-
-
-def partial_neox(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, start: int, dim: int) -> Tensor:
-    c, s = (torch.cat((t, t), -1)[positions][:, None] for t in (cos, sin))
+def partial_neox(x: Tensor, positions: Tensor, table: Tensor, start: int) -> Tensor:
+    dim = table.shape[1]
+    c, s = (torch.cat((t, t), -1)[:, None] for t in table[positions].chunk(2, -1))
     part = x[..., start : start + dim].float()
     turned = torch.cat((-part[..., dim // 2 :], part[..., : dim // 2]), -1)
     return torch.cat((x[..., :start], (part * c + turned * s).to(x.dtype), x[..., start + dim :]), -1)
 
 
-def partial_pairs(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, start: int, dim: int) -> Tensor:
-    c, s = (t[positions][:, None] for t in (cos, sin))
+def partial_pairs(x: Tensor, positions: Tensor, table: Tensor, start: int) -> Tensor:
+    dim = table.shape[1]
+    c, s = (t[:, None] for t in table[positions].chunk(2, -1))
     a, b = x[..., start : start + dim].float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2).to(x.dtype)
     return torch.cat((x[..., :start], turned, x[..., start + dim :]), -1)
 
 
-def partial_halves_out(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, start: int, dim: int) -> Tensor:
+def partial_halves_out(x: Tensor, positions: Tensor, table: Tensor, start: int) -> Tensor:
+    dim = table.shape[1]
     part = x[..., start : start + dim]
     part = part.unflatten(-1, (dim // 2, 2)).transpose(-1, -2).flatten(-2)
-    c, s = (torch.cat((t, t), -1)[positions][:, None] for t in (cos, sin))
+    c, s = (torch.cat((t, t), -1)[:, None] for t in table[positions].chunk(2, -1))
     turned = torch.cat((-part[..., dim // 2 :], part[..., : dim // 2]), -1)
     return torch.cat((x[..., :start], (part * c + turned * s).to(x.dtype), x[..., start + dim :]), -1)
 
 
+@dataclass(frozen=True)
+class Case:
+    """A program and the kernel's form that stands for it."""
+
+    heads: int
+    width: int
+    start: int
+    dim: int
+    program: Callable[..., Any] = inverse_rope
+    form: str = "copy"  # "copy" | "in place" | "static" | "group"
+    changes: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass
+class Run:
+    """Operands of a case for some number of tokens."""
+
+    case: Case
+    tokens: int
+
+    def __post_init__(self) -> None:
+        case = self.case
+        self.x = torch.randn(1, self.tokens, case.heads, case.width, device=DEVICE, dtype=BF16)
+        self.table = joined_table(65536, case.dim)
+        self.positions = torch.randint(0, 65536, (self.tokens,), device=DEVICE)
+        out = torch.empty_like(self.x, dtype=BF16 if case.form in ("copy", "in place") else FP8)
+        self.out = self.x if case.form == "in place" else out
+        self.options: dict[str, Any] = {}
+        if case.form == "static":
+            self.options = {"rounded": BF16, "quant": StaticFp8(FP8, torch.full((1,), 0.02, device=DEVICE), 1.0, False)}
+        if case.form == "group":
+            scales = torch.empty(1, self.tokens, case.heads, case.width // 128, device=DEVICE)
+            self.options = {"rounded": BF16, "quant": GroupFp8(FP8, 128, 1e-4, False), "scales": scales}
+
+    def ours(self, shape: Launch | None = None) -> None:
+        cos, sin = self.table.chunk(2, 1)
+        how = rotary(self.case.start, self.case.dim, **self.case.changes)
+        launch(self.x, cos, sin, self.positions, how, self.out, shape=shape, **self.options)
+
+    def program(self) -> Callable[[], Any]:
+        return partial(self.case.program, self.x[0], self.positions, self.table, self.case.start)
+
+    def compiled(self) -> Callable[[], Any]:
+        torch._dynamo.reset()
+        function = torch.compile(self.case.program, dynamic=False)
+        return partial(function, self.x[0], self.positions, self.table, self.case.start)
+
+    def after(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """`call` behind a kernel that writes x."""
+        source = self.x.clone()
+
+        def both() -> None:
+            torch.neg(source, out=self.x)
+            call()
+
+        return both
+
+    @property
+    def touched(self) -> int:
+        """Elements that are read."""
+        return self.x.numel() * self.case.dim // self.case.width if self.case.form == "in place" else self.x.numel()
+
+    def floor(self, rate: float) -> float:
+        """µs to read and write what must be, at `rate` bytes per µs."""
+        written = {"static": 1.0, "group": 1.0 + 4 / 128}.get(self.case.form, 2.0)
+        return (self.touched * (2 + written) + self.tokens * (self.case.dim * 4 + 8)) / rate
+
+
+OUTPUT = Case(16, 512, 448, 64)
+WIDE = replace(OUTPUT, heads=128)
 PARTIAL = {
-    "neox 32/128": (partial_neox, 32, 128, 0, 32, {"interleaved": False}),
-    "neox 64/96": (partial_neox, 32, 96, 0, 64, {"interleaved": False}),
-    "neox 128/128": (partial_neox, 32, 128, 0, 128, {"interleaved": False}),
-    "pairs 64/128": (partial_pairs, 32, 128, 0, 64, {}),
-    "pairs end 64/192": (partial_pairs, 128, 192, 128, 64, {}),
-    "halves 64/192": (partial_halves_out, 128, 192, 128, 64, {"halves_out": True}),
-    "neox kv 64/128": (partial_neox, 2, 128, 0, 64, {"interleaved": False}),
+    "neox 32/128": Case(32, 128, 0, 32, partial_neox, changes={"interleaved": False, "inverse": False}),
+    "neox 64/96": Case(32, 96, 0, 64, partial_neox, changes={"interleaved": False, "inverse": False}),
+    "pairs 64/128": Case(32, 128, 0, 64, partial_pairs, changes={"inverse": False}),
+    "pairs end 64/192": Case(128, 192, 128, 64, partial_pairs, changes={"inverse": False}),
+    "halves 64/192": Case(128, 192, 128, 64, partial_halves_out, changes={"halves_out": True, "inverse": False}),
+    "neox kv 64/128": Case(2, 128, 0, 64, partial_neox, changes={"interleaved": False, "inverse": False}),
 }
+TABLE = [(OUTPUT, 1), (OUTPUT, 16), (OUTPUT, 64), (WIDE, 1), (WIDE, 64), (OUTPUT, 4096), (WIDE, 4096)]
+FP8_TABLE = [
+    (replace(case, form=form, program=program), tokens)
+    for form, program in (("static", static_fp8_chain), ("group", group_fp8_chain))
+    for case, tokens in ((OUTPUT, 1), (OUTPUT, 64), (WIDE, 64), (WIDE, 4096))
+]
+PARTIAL_TABLE = [(case, tokens) for case in PARTIAL.values() for tokens in (1, 64, 1024, 8192)]
+GRID = [
+    *[(OUTPUT, tokens) for tokens in (1, 4, 16, 64, 256, 1024, 4096)],
+    *[(WIDE, tokens) for tokens in (64, 4096)],
+    *[(replace(OUTPUT, form="in place"), tokens) for tokens in (1, 64, 1024, 4096)],
+    *[(replace(WIDE, form="in place"), tokens) for tokens in (64, 4096)],
+    *[(replace(OUTPUT, form=form), tokens) for form in ("static", "group") for tokens in (16, 4096)],
+    *[(PARTIAL["neox 32/128"], tokens) for tokens in (1, 16, 64, 512, 8192)],
+]
+
+EARLY = [(OUTPUT, tokens) for tokens in (1, 16, 64, 4096)]
 
 
-def partial(rate: float) -> None:
-    for name, (function, heads, width, start, dim, changes) in PARTIAL.items():
-        cos, sin = joined_table(65536, dim).chunk(2, 1)
-        how = rotary(start, dim, inverse=False, **changes)
-        for tokens in (1, 64, 4096, 16384):
-            x = torch.randn(tokens, heads, width, device=DEVICE, dtype=BF16)
-            out = torch.empty_like(x)[None]
-            positions = torch.randint(0, 65536, (tokens,), device=DEVICE)
-            launch(x[None], cos, sin, positions, how, out)
-            error = (out[0].float() - function(x, cos, sin, positions, start, dim).float()).abs().max().item()
-            ours = microseconds(launch, x[None], cos, sin, positions, how, out)
-            compiled = by_inductor(function, x, cos, sin, positions, start, dim)
-            floor = (4 * x.numel() + tokens * (dim * 4 + 8)) / rate
-            record(
-                case=name, tokens=tokens, heads=heads, inductor=compiled, ours=ours, floor=floor,
-                over_floor=ours / floor, gain=compiled / ours, error=error,
-            )  # fmt: skip
+def shapes(case: Case, tokens: int) -> Iterator[Launch]:
+    """Program shapes worth trying: 4 to 64 elements per thread, and enough programs where there is work for them."""
+    width = next_power_of_2(case.dim if case.form == "in place" else case.width)
+    elements = tokens * case.heads * width
+    least, most = max(width, min(2048, elements >> 16)), max(1024, elements // 16)
+    for tile, warps in itertools.product([1 << bits for bits in range(6, 15)], (1, 2, 4, 8, 16)):
+        if least <= tile <= most and 4 <= tile // (32 * warps) <= 64:
+            yield Launch(0, tile, warps)
+
+
+def table(rate: float) -> None:
+    for case, tokens in TABLE:
+        run, in_place = Run(case, tokens), Run(replace(case, form="in place"), tokens)
+        run.ours()
+        error = (run.out[0].float() - run.program()().float()).abs().max().item()
+        ours, compiled, floor = microseconds(run.ours), microseconds(run.compiled()), run.floor(rate)
+        record(
+            case="inverse", tokens=tokens, heads=case.heads, eager=microseconds(run.program()), inductor=compiled,
+            again=microseconds(run.compiled()), ours=ours, ours_again=microseconds(run.ours), floor=floor,
+            over_floor=ours / floor, gain=compiled / ours, in_place=microseconds(in_place.ours),
+            in_place_floor=in_place.floor(rate), after_inductor=microseconds(run.after(run.compiled())),
+            after_ours=microseconds(run.after(run.ours)), after_in_place=microseconds(in_place.after(in_place.ours)),
+            error=error,
+        )  # fmt: skip
+
+
+def fp8(rate: float) -> None:
+    for case, tokens in FP8_TABLE:
+        run = Run(case, tokens)
+        record(
+            case=case.form, tokens=tokens, heads=case.heads, inductor=microseconds(run.compiled()),
+            ours=microseconds(run.ours), floor=run.floor(rate),
+        )  # fmt: skip
+
+
+def partials(rate: float) -> None:
+    names = {id(case): name for name, case in PARTIAL.items()}
+    for case, tokens in PARTIAL_TABLE:
+        run = Run(case, tokens)
+        run.ours()
+        error = (run.out[0].float() - run.program()().float()).abs().max().item()
+        ours, compiled, floor = microseconds(run.ours), microseconds(run.compiled()), run.floor(rate)
+        record(
+            case=names[id(case)], tokens=tokens, heads=case.heads, inductor=compiled, ours=ours, floor=floor,
+            over_floor=ours / floor, gain=compiled / ours, error=error,
+        )  # fmt: skip
 
 
 def grid(rate: float) -> None:
-    """The best launch parameters by size: `tile` elements per program and warps, five best of each."""
-    cases = {
-        "inverse 64/512": ([16, 128], 512, 448, 64, {}),
-        "neox 32/128": ([8, 32], 128, 0, 32, {"interleaved": False, "inverse": False}),
-    }
-    for name, (all_heads, width, start, dim, changes) in cases.items():
-        cos, sin = joined_table(65536, dim).chunk(2, 1)
-        how = rotary(start, dim, **changes)
-        for heads, tokens in itertools.product(all_heads, (1, 16, 64, 256, 1024, 4096)):
-            x = torch.randn(1, tokens, heads, width, device=DEVICE, dtype=BF16)
-            out = torch.empty_like(x)
-            positions = torch.randint(0, 65536, (tokens,), device=DEVICE)
-            timed = []
-            for tile, warps in itertools.product((128, 256, 512, 1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8)):
-                if not (2 <= tile // (warps * 32) <= 64 and width <= tile <= triton.next_power_of_2(x.numel())):
-                    continue
-                shape = Launch(0, tile, warps)
-                timed.append((microseconds(launch, x, cos, sin, positions, how, out, shape=shape, rep=8), tile, warps))
-            chosen = pick_launch(x.numel())
-            now = next((us for us, tile, warps in timed if (tile, warps) == (chosen.tile, chosen.warps)), float("nan"))
-            timed.sort()
-            best = " ".join(f"{us:.2f}@{tile}/{warps}" for us, tile, warps in timed[:5])
-            RESULTS.append({"case": f"grid {name}", "tokens": tokens, "heads": heads, "timed": timed})
-            table_row = f"{now:.2f}@{chosen.tile}/{chosen.warps}"
-            print(f"grid {name} {tokens}x{heads} elements={x.numel()} table={table_row}  best {best}", flush=True)
+    """The best program shapes by size."""
+    for case, tokens in GRID:
+        run = Run(case, tokens)
+        timed = sorted(
+            (microseconds(partial(run.ours, shape), 8e3), shape.tile, shape.warps) for shape in shapes(case, tokens)
+        )
+        best = " ".join(f"{us:.2f}@{tile}/{warps}" for us, tile, warps in timed[:6])
+        label = f"{case.form} {case.dim}/{case.width}"
+        RESULTS.append({"case": f"grid {label}", "tokens": tokens, "heads": case.heads, "timed": timed})
+        chosen = pick_launch(run.touched)
+        now = next((us for us, tile, warps in timed if (tile, warps) == (chosen.tile, chosen.warps)), float("nan"))
+        print(
+            f"grid {label} {tokens}x{case.heads} touched=2^{run.touched.bit_length() - 1} floor={run.floor(rate):.2f} "
+            f"now={now:.2f}@{chosen.tile}/{chosen.warps} best {best}",
+            flush=True,
+        )
+
+
+def early(rate: float) -> None:
+    """What a start before the kernel ahead has ended gains, behind calls of its own and behind another kernel."""
+    for case, tokens in EARLY:
+        run = Run(case, tokens)
+        shape = pick_launch(run.touched)
+        late, soon = (partial(run.ours, replace(shape, dependent=dependent)) for dependent in (False, True))
+        record(
+            case="early", tokens=tokens, heads=case.heads, late=microseconds(late), early=microseconds(soon),
+            late_behind=microseconds(run.after(late)), early_behind=microseconds(run.after(soon)),
+            inductor_behind=microseconds(run.after(run.compiled())),
+        )  # fmt: skip
+
+
+# ---- compilation ahead of the timing
+
+
+def compile_one(job: tuple[Case, int, str]) -> None:
+    """Fill the caches on disk with what one row will run; a failure will show where it is timed."""
+    case, tokens, what = job
+    with contextlib.suppress(Exception):
+        run = Run(case, tokens)
+        if what == "inductor":
+            run.compiled()()
+        elif what == "ours":
+            run.ours()
+        else:
+            wanted = {shape for other, count in GRID if other == case for shape in shapes(case, count)}
+            for shape in sorted(wanted, key=lambda shape: (shape.tile, shape.warps))[int(what) :: 6]:
+                run.ours(shape)
+        torch.cuda.synchronize()
+
+
+def compile_all(names: list[str]) -> None:
+    jobs: list[tuple[Case, int, str]] = []
+    for name, rows in {"table": TABLE, "fp8": FP8_TABLE, "partial": PARTIAL_TABLE}.items():
+        if name in names:
+            jobs += [(*row, what) for row in rows for what in ("inductor", "ours")]
+    if "table" in names:
+        jobs += [(replace(case, form="in place"), tokens, "ours") for case, tokens in TABLE]
+    if "grid" in names:
+        jobs += [(case, 64, str(part)) for case in dict.fromkeys(case for case, _ in GRID) for part in range(6)]
+    begin = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
+        pool.map(compile_one, jobs, chunksize=1)
+    # Inductor chose its own launch parameters on a crowded GPU: it shall choose again
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    for file in Path(cache_dir()).rglob("*.best_config"):
+        file.unlink()
+    print(f"compiled {len(jobs)} rows in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def main(wanted: list[str]) -> int:
-    names = wanted or ["check", "table", "fp8", "partial", "grid"]
+    names = wanted or ["check", "table", "fp8", "partial", "early", "grid"]
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, flush=True)
+    if set(names) != {"check"}:
+        compile_all(names)
     failures = check() if "check" in names else 0
+    warm_up(1.0)
     rate = bandwidth()
-    empty = microseconds(torch.cuda._sleep, 0)
-    record(case="machine", copy_TB_per_s=rate / 1e6, empty_launch_us=empty)
-    for name, run in {"table": table, "fp8": fp8, "partial": partial, "grid": grid}.items():
+    record(case="machine", copy_TB_per_s=rate / 1e6, empty_launch_us=microseconds(partial(torch.cuda._sleep, 0)))
+    for name, run in {"table": table, "fp8": fp8, "partial": partials, "early": early, "grid": grid}.items():
         if name in names:
             run(rate)
     if folder := os.environ.get("OUT"):

@@ -111,43 +111,55 @@ def rotate_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
-    # the chain position -> row -> cos is the longest: it starts first
+    # the chain position -> row -> cos is the longest: it starts first, and x is on its way before it is waited for
     if positions is not None:
-        row = tl.load(positions + _row(b, s, p_b, p_s, SPLIT), mask=live, other=0).to(tl.int64)
-        row = tl.where(row < 0, row + table_rows, row)
-        cos_row = (cos + row * (cos_s * UNIT))[:, None, None]
-        sin_row = (sin + row * (sin_s * UNIT))[:, None, None]
-        # a position outside the table reads NaN, not foreign memory
-        in_table = (live & (row >= 0) & (row < table_rows))[:, None, None]
-    else:
-        cos_row = (cos + _row(b, s, cos_b * UNIT, cos_s * UNIT, SPLIT))[:, None, None]
-        sin_row = (sin + _row(b, s, sin_b * UNIT, sin_s * UNIT, SPLIT))[:, None, None]
-        in_table = inside
-
+        position = tl.load(positions + _row(b, s, p_b, p_s, SPLIT), mask=live, other=0)
+    r = column - START
+    rotary = (r >= 0) & (r < 2 * HALF)
+    low = r < HALF
+    # both elements of a pair are in one thread's 16 bytes; groups of the output are not where those of x are, though
+    PAIRS: tl.constexpr = INTERLEAVED and (not HALVES_OUT or (GROUP == 0 and START % 2 == 0))
+    own_column = column
+    other_column = tl.where(low, column + HALF, column - HALF)
+    if HALVES_OUT and not PAIRS:
+        own_column = tl.where(rotary, START + tl.where(low, 2 * r, 2 * (r - HALF) + 1), column)
+        other_column = START + tl.where(low, 2 * r + 1, 2 * (r - HALF))
+    x_row = x + FIRST + _row(b, s, x_b * UNIT, x_s * UNIT, SPLIT)[:, None, None] + (head * (x_h * UNIT))[None, :, None]
+    own = tl.load(x_row + own_column[None, None, :], mask=mask)
+    if not PAIRS:
+        other = tl.load(x_row + other_column[None, None, :], mask=mask & rotary[None, None, :])
     if FP8 is not None and GROUP == 0:
         divisor = scale_value
         if scale is not None:
             divisor = tl.load(scale).to(tl.float32)
         upper, lower = _reciprocal(divisor)
 
-    r = column - START
-    rotary = (r >= 0) & (r < 2 * HALF)
-    own_column = column
-    if HALVES_OUT:
-        own_column = tl.where(rotary, START + tl.where(r < HALF, 2 * r, 2 * (r - HALF) + 1), column)
-    x_row = x + FIRST + _row(b, s, x_b * UNIT, x_s * UNIT, SPLIT)[:, None, None] + (head * (x_h * UNIT))[None, :, None]
-    own = tl.load(x_row + own_column[None, None, :], mask=mask)
+    if positions is not None:
+        # between one load and the next every instruction counts: 32 bits where a table's size and strides fit
+        row = position.to(tl.int32)
+        row = tl.where(position < 0, row + table_rows.to(tl.int32), row).to(tl.int64)
+        cos_row = (cos + row * cos_s.to(tl.int32).to(tl.int64) * UNIT)[:, None, None]
+        sin_row = (sin + row * sin_s.to(tl.int32).to(tl.int64) * UNIT)[:, None, None]
+        # a position outside the table reads NaN, not foreign memory
+        wide = position.to(tl.int64)
+        in_table = (live & (wide >= -table_rows) & (wide < table_rows))[:, None, None]
+    else:
+        cos_row = (cos + _row(b, s, cos_b * UNIT, cos_s * UNIT, SPLIT))[:, None, None]
+        sin_row = (sin + _row(b, s, sin_b * UNIT, sin_s * UNIT, SPLIT))[:, None, None]
+        in_table = inside
 
-    if INTERLEAVED and not HALVES_OUT:
-        # both elements of a pair are in one thread's 16 bytes: no second load
+    if PAIRS:
         first, second = tl.split(tl.reshape(own, (BLOCK_T, BLOCK_H, BLOCK_D // 2, 2)))
         k = tl.arange(0, BLOCK_D // 2) - START // 2
         pair = ((k >= 0) & (k < HALF))[None, None, :]
         if FULL:
-            cos_first = _trig(cos_row, 2 * k, in_table & pair, BLOCK_H)
-            cos_second = _trig(cos_row, 2 * k + 1, in_table & pair, BLOCK_H)
-            sin_first = _trig(sin_row, 2 * k, in_table & pair, BLOCK_H)
-            sin_second = _trig(sin_row, 2 * k + 1, in_table & pair, BLOCK_H)
+            # a column goes with the output's element
+            k_first = k if HALVES_OUT else 2 * k
+            k_second = HALF + k if HALVES_OUT else 2 * k + 1
+            cos_first = _trig(cos_row, k_first, in_table & pair, BLOCK_H)
+            cos_second = _trig(cos_row, k_second, in_table & pair, BLOCK_H)
+            sin_first = _trig(sin_row, k_first, in_table & pair, BLOCK_H)
+            sin_second = _trig(sin_row, k_second, in_table & pair, BLOCK_H)
         else:
             cos_first = _trig(cos_row, k, in_table & pair, BLOCK_H)
             sin_first = _trig(sin_row, k, in_table & pair, BLOCK_H)
@@ -159,19 +171,14 @@ def rotate_kernel(
             sin_first = -sin_first
         turned_first = _cast(_turn(first, second, cos_first, sin_first, ROUND, MATH), ROUND, MATH, ROUNDED)
         turned_second = _cast(_turn(second, first, cos_second, sin_second, ROUND, MATH), ROUND, MATH, ROUNDED)
-        # the choice is made on rounded values: a pass-through NaN keeps its bits
-        y = tl.reshape(
-            tl.join(tl.where(pair, turned_first, first.to(ROUNDED)), tl.where(pair, turned_second, second.to(ROUNDED))),
-            (BLOCK_T, BLOCK_H, BLOCK_D),
-        )
-    else:
-        low = r < HALF
         if HALVES_OUT:
-            other_column = START + tl.where(low, 2 * r + 1, 2 * (r - HALF))
+            y = own.to(ROUNDED)
         else:
-            other_column = tl.where(low, column + HALF, column - HALF)
-        turned_mask = mask & rotary[None, None, :]
-        other = tl.load(x_row + other_column[None, None, :], mask=turned_mask)
+            # the choice is made on rounded values: a pass-through NaN keeps its bits
+            y_first = tl.where(pair, turned_first, first.to(ROUNDED))
+            y_second = tl.where(pair, turned_second, second.to(ROUNDED))
+            y = tl.reshape(tl.join(y_first, y_second), (BLOCK_T, BLOCK_H, BLOCK_D))
+    else:
         k = r
         if not FULL:
             k = tl.where(low, r, r - HALF)
@@ -185,7 +192,8 @@ def rotate_kernel(
     if IN_PLACE:
         tl.debug_barrier()  # other threads of this program may still read what this one overwrites
     o_row = out + FIRST + _row(b, s, o_b * UNIT, o_s * UNIT, SPLIT)[:, None, None]
-    o_tile = o_row + _head_offset(head, o_g * UNIT, o_h * UNIT, HEADS, GROUP_HEADS) + column[None, None, :]
+    o_row = o_row + _head_offset(head, o_g * UNIT, o_h * UNIT, HEADS, GROUP_HEADS)
+    o_tile = o_row + column[None, None, :]
     if GROUP > 0:
         chunks = tl.reshape(y.to(tl.float32), (BLOCK_T, BLOCK_H, BLOCK_D // GROUP, GROUP))
         # magnitudes order like their bits, and NaN lies above them all: the maximum keeps NaN as eager's does
@@ -203,33 +211,41 @@ def rotate_kernel(
         q_row = scales + _row(b, s, q_b, q_s, SPLIT)[:, None, None] + _head_offset(head, q_g, q_h, HEADS, GROUP_HEADS)
         chunk_mask = inside & (head < HEADS)[None, :, None] & (chunk < WIDTH // GROUP)[None, None, :]
         tl.store(q_row + chunk[None, None, :], step, mask=chunk_mask)
-    elif FP8 is not None:
-        tl.store(o_tile, _quantise(y, divisor, upper, lower, FP8, FP8_MAX, MULTIPLIES, EXACT), mask=mask)
     else:
+        if HALVES_OUT and PAIRS:  # each half where it belongs, the rest around them
+            half_mask = inside & (head < HEADS)[None, :, None] & pair
+            if FP8 is not None:
+                turned_first = _quantise(turned_first, divisor, upper, lower, FP8, FP8_MAX, MULTIPLIES, EXACT)
+                turned_second = _quantise(turned_second, divisor, upper, lower, FP8, FP8_MAX, MULTIPLIES, EXACT)
+            tl.store(o_row + (START + k)[None, None, :], turned_first, mask=half_mask)
+            tl.store(o_row + (START + HALF + k)[None, None, :], turned_second, mask=half_mask)
+            mask = mask & (rotary == 0)[None, None, :]
+        if FP8 is not None:
+            y = _quantise(y, divisor, upper, lower, FP8, FP8_MAX, MULTIPLIES, EXACT)
         tl.store(o_tile, y, mask=mask)
 # fmt: on
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A program shape, and up to how many elements of x it is used."""
+    """A program shape, and up to how many elements it is used."""
 
     max_elements: float
-    tile: int  # elements per program
+    tile: int  # elements per program; a head that is longer takes as many times the warps
     warps: int
     dependent: bool = False  # start while the kernel before it ends (CUDA's programmatic dependent launch)
 
 
 # Measured on one H200, see docs/performance.md.
 LAUNCHES = (
-    Launch(max_elements=1 << 17, tile=512, warps=1),
-    Launch(max_elements=1 << 20, tile=2048, warps=4),
-    Launch(max_elements=float("inf"), tile=8192, warps=8),
+    Launch(max_elements=1 << 15, tile=512, warps=4),
+    Launch(max_elements=1 << 20, tile=1024, warps=4),
+    Launch(max_elements=float("inf"), tile=1024, warps=1),
 )
 
 
 def pick_launch(elements: int) -> Launch:
-    """The row of the table for this many elements of x."""
+    """The row of the table for this many elements that are read."""
     return next(row for row in LAUNCHES if elements <= row.max_elements)
 
 
@@ -301,7 +317,8 @@ def variant_of(spec: Spec, shape: Launch) -> Variant:
         "DEPENDENT": shape.dependent,
     }
     # a fused multiply-add would skip a rounding that eager does
-    options: dict[str, Any] = {"num_warps": shape.warps, "enable_fp_fusion": not rotary.exact}
+    warps = shape.warps * max(1, block_d // shape.tile)
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": not rotary.exact}
     if shape.dependent:  # an option of the CUDA backend alone
         options["launch_pdl"] = True
     return Variant(constexprs, options)
@@ -342,6 +359,7 @@ def prepare(
     """
     batch, sequence, heads, width = x.shape
     in_place = out is x
+    touched = rotary.rotary_dim if in_place else width
     x_strides = row_strides(x)
     o_strides = (*x_strides[:2], 0, x_strides[2]) if in_place else _strides(out, layout)
     angle_strides = (
@@ -374,7 +392,9 @@ def prepare(
         *((0, 0, 0, 0) if scales is None else _strides(scales, layout)),
     )
     pointers = (x, cos, sin, positions, None if static is None else static.scale, out, scales)
-    return Call(pointers, numbers, variant_of(spec, shape or pick_launch(x.numel())), batch * sequence)
+    return Call(
+        pointers, numbers, variant_of(spec, shape or pick_launch(batch * sequence * heads * touched)), batch * sequence
+    )
 
 
 def launch(x: Tensor, *args: Any, **options: Any) -> None:
