@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from rope_fusion._torch import CustomGraphPass, auto_functionalized, detect_fake_mode, stable_topological_sort
+from rope_fusion.bounds import check_indices
 from rope_fusion.canonical.canonicalise import Canonicaliser, Findings, restore
 from rope_fusion.canonical.emitter import Emitter
 from rope_fusion.canonical.engine_ops import find_engine_ops
@@ -130,6 +131,8 @@ class FusionPass(CustomGraphPass):
             if self.self_check is not None:
                 self.self_check.observe(graph, transaction)
             stable_topological_sort(graph)
+            if self.options.check_bounds:
+                check_indices(graph, emitter)
             _drop_unread_outputs(graph, fake_mode)
             engine.erase_replaced(graph)
             graph.eliminate_dead_code()  # last: an erased node cannot be brought back by a roll-back
@@ -165,13 +168,12 @@ def _live(graph: Graph) -> set[Node]:
 
 def _drop_unread_outputs(graph: Graph, fake_mode: Any) -> None:
     """The fused operator writes the rotated q and k only where somebody reads them."""
-    fused = ("rope_fusion::rope_qkv", "rope_fusion::rope_qkv_by_layer")
     live = _live(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         target = node.args[0] if node.target is auto_functionalized else node.target
-        if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in fused:
+        if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.startswith("rope_fusion::rope_qkv"):
             continue
         read = {user.args[1] for user in node.users if user in live}
         values = list(node.meta["val"])

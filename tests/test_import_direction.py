@@ -17,7 +17,7 @@ LAYERS = [
     {"backend"},
     {"vllm"},
     {"fusion_pass", "derived"},
-    {"matcher", "verify"},
+    {"matcher", "verify", "bounds"},
     {"catalog"},
     {"patterns"},
     {"canonical", "kernels", "pattern", "capability", "transaction"},
