@@ -3,8 +3,9 @@
 A cache provider (`rope_fusion.engines`) gives the tensors when the operator runs. Like the operators of the engines that it takes the
 place of, it declares no mutation, because the caches are none of its arguments; its last output, an empty tensor, orders what follows.
 
-There are overloads for both types that a layer's name comes in: ``str``, or an opaque object of the engine's. Those whose name ends
-in ``eager`` carry ``torch.Tag.cudagraph_unsafe``, for engines that keep their cache updates out of CUDA graphs.
+There are overloads for both types that a layer's name comes in: ``str``, or an opaque object of the engine's. For engines that keep
+their cache updates out of CUDA graphs there is ``rope_qkv_by_layer_eager``, which carries ``torch.Tag.cudagraph_unsafe``. (Not two more
+overloads: torch aborts at exit when a library with opaque types defines more than two of one name.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from rope_fusion._torch import OPAQUE_TYPE
 from rope_fusion.engines import CacheBinding, bind
 from rope_fusion.kernels import rope_qkv  # noqa: F401  (registers the operator that this one calls)
 
-SCHEMA = """rope_qkv_by_layer.{overload}(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions,
+NAME, EAGER_NAME = "rope_qkv_by_layer", "rope_qkv_by_layer_eager"
+SCHEMA = """{name}.{overload}(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions,
     Tensor? q_scale, {layer} layer, str provider, *,
     bool interleaved, bool inverse, bool halves_out, int rotary_dim, int rotary_start,
     ScalarType? q_fp8, float q_scale_value, bool q_scale_multiplies, ScalarType math_dtype, ScalarType out_dtype,
@@ -92,18 +94,18 @@ def fake(
     )
 
 
-def _define(overload: str, layer: str, tags: tuple[torch.Tag, ...]) -> None:
-    LIBRARY.define(SCHEMA.format(overload=overload, layer=layer), tags=(torch.Tag.needs_fixed_stride_order, *tags))
-    name = f"rope_qkv_by_layer.{overload}"
+def _define(name: str, layer: str, tags: tuple[torch.Tag, ...]) -> None:
+    LIBRARY.define(SCHEMA.format(name=name, layer=layer), tags=(torch.Tag.needs_fixed_stride_order, *tags))
     LIBRARY.impl(name, rope_qkv_by_layer, "CompositeExplicitAutograd")
     torch.library.register_fake(f"rope_fusion::{name}", fake, lib=LIBRARY)
 
 
-# All of them at once: a graph that comes from a cache calls its overload although no pass ran in this process.
-for _overload, _layer in (("str", "str"), ("opaque", OPAQUE_TYPE)):
+# All at once: a graph that comes from a cache calls its operator although no pass ran in this process. Names of their own, because
+# torch 2.13 aborts at exit when one library holds four overloads of an operator.
+for _name, _layer in (("rope_qkv_by_layer", "str"), ("rope_qkv_by_opaque_layer", OPAQUE_TYPE)):
     if _layer is not None:
-        _define(_overload, _layer, ())
-        _define(f"{_overload}_eager", _layer, (torch.Tag.cudagraph_unsafe,))
+        _define(_name, _layer, ())
+        _define(f"{_name}_eager", _layer, (torch.Tag.cudagraph_unsafe,))
 
 
 def takes_opaque_layer(operator: torch._ops.OpOverload) -> bool:
@@ -113,6 +115,6 @@ def takes_opaque_layer(operator: torch._ops.OpOverload) -> bool:
 
 
 def by_layer_operator(operator: torch._ops.OpOverload, cudagraph_unsafe: bool) -> torch._ops.OpOverload:
-    """The overload that takes layers as an engine's operator does."""
-    overload = "opaque" if takes_opaque_layer(operator) else "str"
-    return getattr(torch.ops.rope_fusion.rope_qkv_by_layer, f"{overload}_eager" if cudagraph_unsafe else overload)
+    """The one of our operators that takes layers as an engine's operator does."""
+    name = "rope_qkv_by_opaque_layer" if takes_opaque_layer(operator) else "rope_qkv_by_layer"
+    return getattr(torch.ops.rope_fusion, f"{name}_eager" if cudagraph_unsafe else name).default
