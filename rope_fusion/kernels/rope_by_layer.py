@@ -3,9 +3,9 @@
 A cache provider (`rope_fusion.engines`) gives the tensors when the operator runs. Like the operators of the engines that it takes the
 place of, it declares no mutation, because the caches are none of its arguments; its last output, an empty tensor, orders what follows.
 
-There are overloads for both types that a layer's name comes in: ``str``, or an opaque object of the engine's. For engines that keep
-their cache updates out of CUDA graphs there is ``rope_qkv_by_layer_eager``, which carries ``torch.Tag.cudagraph_unsafe``. (Not two more
-overloads: torch aborts at exit when a library with opaque types defines more than two of one name.)
+There is an operator for each type that a layer's name comes in: ``str``, or an opaque object of the engine's. Those whose name ends in
+``eager`` carry ``torch.Tag.cudagraph_unsafe``, for engines that keep their cache updates out of CUDA graphs. They have names of their own
+and are no overloads, because torch 2.13 aborts at exit when a library with opaque types holds four overloads of one operator.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from rope_fusion._torch import OPAQUE_TYPE
 from rope_fusion.engines import CacheBinding, bind
 from rope_fusion.kernels import rope_qkv  # noqa: F401  (registers the operator that this one calls)
 
-NAME, EAGER_NAME = "rope_qkv_by_layer", "rope_qkv_by_layer_eager"
-SCHEMA = """{name}.{overload}(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions,
+SCHEMA = """{name}(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions,
     Tensor? q_scale, {layer} layer, str provider, *,
     bool interleaved, bool inverse, bool halves_out, int rotary_dim, int rotary_start,
     ScalarType? q_fp8, float q_scale_value, bool q_scale_multiplies, ScalarType math_dtype, ScalarType out_dtype,
@@ -100,12 +99,16 @@ def _define(name: str, layer: str, tags: tuple[torch.Tag, ...]) -> None:
     torch.library.register_fake(f"rope_fusion::{name}", fake, lib=LIBRARY)
 
 
-# All at once: a graph that comes from a cache calls its operator although no pass ran in this process. Names of their own, because
-# torch 2.13 aborts at exit when one library holds four overloads of an operator.
-for _name, _layer in (("rope_qkv_by_layer", "str"), ("rope_qkv_by_opaque_layer", OPAQUE_TYPE)):
+# The type of a layer's name -> the names of its two operators. All are defined at once: a graph that comes from a cache calls its operator
+# although no pass ran in this process.
+NAMES = {
+    "str": ("rope_qkv_by_layer", "rope_qkv_by_layer_eager"),
+    "opaque": ("rope_qkv_by_opaque_layer", "rope_qkv_by_opaque_layer_eager"),
+}
+for _layer, (_name, _eager_name) in zip(("str", OPAQUE_TYPE), NAMES.values(), strict=True):
     if _layer is not None:
         _define(_name, _layer, ())
-        _define(f"{_name}_eager", _layer, (torch.Tag.cudagraph_unsafe,))
+        _define(_eager_name, _layer, (torch.Tag.cudagraph_unsafe,))
 
 
 def takes_opaque_layer(operator: torch._ops.OpOverload) -> bool:
@@ -116,5 +119,5 @@ def takes_opaque_layer(operator: torch._ops.OpOverload) -> bool:
 
 def by_layer_operator(operator: torch._ops.OpOverload, cudagraph_unsafe: bool) -> torch._ops.OpOverload:
     """The one of our operators that takes layers as an engine's operator does."""
-    name = "rope_qkv_by_opaque_layer" if takes_opaque_layer(operator) else "rope_qkv_by_layer"
-    return getattr(torch.ops.rope_fusion, f"{name}_eager" if cudagraph_unsafe else name).default
+    name, eager_name = NAMES["opaque" if takes_opaque_layer(operator) else "str"]
+    return getattr(torch.ops.rope_fusion, eager_name if cudagraph_unsafe else name).default
