@@ -2,9 +2,9 @@
 
 `check` compares every variant with the reference on poisoned outputs. `table` times the inverse rotation of an
 attention output against eager, Inductor and the memory floor; `fp8` its quantising forms; `partial` forward partial
-rotations; `early` programmatic dependent launch; `grid` tries launch parameters. Without a part all are run. Everything is compiled first, in parallel. All
-times are medians of CUDA-graph replays in µs: calls back to back, or, where "after", each behind the kernel that wrote
-x. With $OUT set, rotate.json goes there.
+rotations; `early` programmatic dependent launch; `grid` tries launch parameters. Without a part all are run. Checks
+and compilation are spread over processes. All times are medians of CUDA-graph replays in µs: calls back to back, or,
+where "after", each behind the kernel that wrote x. With $OUT set, rotate.json goes there.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ SHAPES = [  # batch, sequence, heads, width, start, dim
 PAIRINGS = [(False, False), (True, False), (True, True)]
 
 
-def check() -> int:
-    """Count of failed comparisons, each of which is printed.
+def check_part(part: int, parts: int) -> tuple[int, int]:
+    """Comparisons and failed ones, each of which is printed.
 
     Every shape, pairing and table width is run; the other choices take turns: each combination is a compilation.
     """
     failures = runs = 0
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
     cases = itertools.product(SHAPES, PAIRINGS, (False, True))
-    for turn, (shape, (interleaved, halves_out), full) in enumerate(cases):
+    for turn, (shape, (interleaved, halves_out), full) in itertools.islice(enumerate(cases), part, None, parts):
 
         def expect(condition: bool, *what: Any, case: Any = (turn, shape, interleaved, halves_out, full)) -> None:
             nonlocal failures, runs
@@ -150,6 +150,15 @@ def check() -> int:
         wanted, wanted_scales = group_quantized(out if exact else out.cpu(), group)
         expect(torch.equal(bits(scales), bits(wanted_scales.to(DEVICE))), "scales", group)
         expect(torch.equal(bits(q8), bits(wanted.to(DEVICE))), "group fp8", group)
+    return runs, failures
+
+
+def check() -> int:
+    """Count of failed comparisons."""
+    parts = min(16, os.cpu_count() or 1)
+    with multiprocessing.get_context("spawn").Pool(parts) as pool:
+        results = pool.starmap(check_part, [(part, parts) for part in range(parts)])
+    runs, failures = (sum(column) for column in zip(*results, strict=True))
     print(f"check: {runs} comparisons, {failures} failed", flush=True)
     return failures
 
