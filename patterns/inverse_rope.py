@@ -6,7 +6,7 @@ from rope_fusion.canonical.attributes import RotaryAttributes
 from rope_fusion.canonical.examples import rotary_example
 from rope_fusion.canonical.operators import rotary_qk
 from rope_fusion.capability import profitable_kernel
-from rope_fusion.kernels.rotation import call_rotation, refuse_rotation
+from rope_fusion.kernels.rotation import call_rotation, refuse_rotation, too_small
 from rope_fusion.pattern import FusionPattern
 
 
@@ -23,7 +23,7 @@ def replacement(q, k, cos, sin, positions, rotary):
 def refuse(q, k, cos, sin, positions, rotary):
     if not RotaryAttributes.decode(rotary).inverse:
         return "the rotation is a forward one"
-    return refuse_rotation(q, k, cos, sin, positions, rotary)
+    return too_small(q, k) or refuse_rotation(q, k, cos, sin, positions, rotary)
 
 
 PATTERN = FusionPattern(

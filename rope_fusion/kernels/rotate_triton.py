@@ -233,7 +233,8 @@ class Launch:
     max_elements: float
     tile: int  # elements per program; a head that is longer takes as many times the warps
     warps: int
-    dependent: bool = False  # start while the kernel before it ends (CUDA's programmatic dependent launch)
+    # start while the kernel before it ends (CUDA's programmatic dependent launch): no row of the table does, it costs
+    dependent: bool = False
 
 
 # Measured on one H200, see docs/performance.md.

@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from rope_fusion.canonical.attributes import QuantAttributes, RotaryAttributes
 from rope_fusion.kernels import rotate as _operators
+
+
+# Measured on one H200, see docs/performance.md: Inductor's kernel is as fast below.
+FEWEST_ELEMENTS = 1 << 14
 
 
 def rotation_arguments(rotary: str) -> dict[str, Any]:
@@ -54,6 +59,14 @@ def call_static_fp8(
         scale_value=fp8.scale_value,
         scale_multiplies=fp8.multiplies,
     )
+
+
+def too_small(*tensors: Tensor | None) -> str | None:
+    """Why rotated copies of these stay with Inductor: one is known to be too small to pay on a GPU."""
+    for x in tensors:
+        if x is not None and x.device.type != "cpu" and statically_known_true(x.numel() < FEWEST_ELEMENTS):
+            return f"it rotates {x.numel()} elements, and below {FEWEST_ELEMENTS} Inductor's own kernel is as fast"
+    return None
 
 
 def refuse_rotation(
