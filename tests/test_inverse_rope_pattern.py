@@ -247,6 +247,46 @@ def test_static_fp8_quantisation_that_follows_is_done_by_the_same_kernel(wants_b
         assert torch.equal(value.float(), wanted.float())
 
 
+def produced(rotate: Spelling, o: Tensor, positions: Tensor, cache: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A rotated matrix product, and that product as it was before."""
+    made = (o @ weight).reshape(o.shape)
+    return rotate(made, positions, cache), made
+
+
+@pytest.mark.parametrize("spelling", [pairs_by_repeat_interleave, neox_by_halves])
+@pytest.mark.parametrize("numerics", ["fp32", "exact"])
+def test_an_input_that_dies_is_rotated_where_it_lies(spelling: Spelling, numerics: str) -> None:
+    def alone(*arguments: Tensor) -> Tensor:
+        return produced(spelling, *arguments)[0] * 2
+
+    arguments = (*inputs(dtype=torch.float32), torch.eye(WIDTH).flip(0))
+    settings = OPTIONS | {"rope_fusion.numerics": numerics}
+    assert_hits(alone, arguments, {"rope_in_place": 1}, options=settings)
+    function = compile_again(alone, settings, None)
+    got, (code,) = torch._inductor.utils.run_and_get_code(function, *arguments)
+    # fp32 rotations that round products or not, by one step of a number below 8
+    torch.testing.assert_close(got, alone(*arguments), rtol=0, atol=0 if numerics == "exact" else 2**-20)
+    assert "rope_fusion.rotate_." in code
+    assert code.count("= empty_strided") == 2  # the product and its double: no copy for the rotation
+
+
+def test_an_input_that_is_read_elsewhere_or_belongs_to_the_caller_is_not_overwritten() -> None:
+    def also_read(*arguments: Tensor) -> Tensor:
+        turned, before = produced(neox_by_halves, *arguments)
+        return turned + before.flip(-1)
+
+    def also_returned(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        return produced(neox_by_halves, *arguments)
+
+    arguments = (*inputs(), torch.eye(WIDTH).to(torch.bfloat16))
+    for function in (also_read, also_returned):
+        got = compiled(function, {"inverse_rope": 1}, *arguments, numerics="exact")
+        assert all(map(torch.equal, got, function(*arguments)))
+    before = arguments[0].clone()
+    compiled(neox_by_halves, {"inverse_rope": 1}, *arguments[:3])
+    assert torch.equal(arguments[0], before)
+
+
 def test_a_forward_rotation_of_part_of_the_head_is_partial_rope() -> None:
     def forward(o: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         cos, sin = halves(positions, cache)

@@ -48,6 +48,7 @@ class RotaryAttributes(Attributes):
     out_dtype: torch.dtype
     math_dtype: torch.dtype
     exact: bool  # reproduce the program's own rounding bit for bit
+    overwritable: bool = False  # what is rotated is read by nothing else, and the result lies in memory as it does
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -289,7 +290,11 @@ class Canonicaliser:
         members = [member for member in (q, k) if member is not None]
         attributes = q.attributes if k is None else self._shared_attributes(q, k)
         assert attributes is not None  # partners share an operator
-        attributes = replace(attributes, inverse=attributes.inverse != operands.sin_negated)
+        attributes = replace(
+            attributes,
+            inverse=attributes.inverse != operands.sin_negated,
+            overwritable=all(self._overwritable(member.rotation, attributes.out_dtype) for member in members),
+        )
         views = [
             self._emit.to_canonical(
                 self._emit.columns(member.rotation.x, member.rotation.x_offset, member.rotation.width), member.roles
@@ -317,6 +322,30 @@ class Canonicaliser:
             self._canonical_of[out] = (output, member.roles)
             for quantisation, path in zip(quantisations, paths, strict=True):
                 self._emit_quantisation(quantisation, path, output, member.roles)
+
+    def _overwritable(self, rotation: Rotation, out_dtype: torch.dtype) -> bool:
+        """Whether the result may take the memory of x: it is laid out alike, and nothing but the rotation reads that."""
+        x, out = rotation.x.meta["val"], rotation.out.meta["val"]
+        if x.dtype != out_dtype or rotation.x_offset or not equal(rotation.width, x.shape[-1]):
+            return False
+        if not all(equal(a, b) for a, b in zip(x.stride(), out.stride(), strict=True)):
+            return False
+        aliases = self._nodes_of_storage.get(x.untyped_storage()._cdata, ())
+        own = rotation.nodes.union(aliases)
+        return all(
+            node is rotation.out or (node.op == "call_function" and own.issuperset(self._users.get(node, ())))
+            for node in own
+        )
+
+    @functools.cached_property
+    def _nodes_of_storage(self) -> dict[int, list[Node]]:
+        """The graph's nodes that share memory, by their storage."""
+        found: dict[int, list[Node]] = {}
+        for node in self._order:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and not value.is_sparse:
+                found.setdefault(value.untyped_storage()._cdata, []).append(node)
+        return found
 
     def _operands(self, oriented: _Oriented) -> CosSinOperands:
         return cos_sin_operands(

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from rope_fusion._torch import auto_functionalized
 from rope_fusion.canonical.attributes import QuantAttributes, RotaryAttributes
 from rope_fusion.kernels import rotate as _operators
-
 
 # Measured on one H200, see docs/performance.md: Inductor's kernel is as fast below.
 FEWEST_ELEMENTS = 1 << 14
@@ -40,6 +40,17 @@ def call_rotation(
     return torch.ops.rope_fusion.rotate.default(
         x, cos, sin, positions, **rotation_arguments(rotary), out_dtype=out_dtype
     )
+
+
+def call_in_place(
+    x: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary: str, empty_like: Tensor
+) -> Tensor:
+    """`x` rotated where it lies, as a functional call of which Inductor makes the operator itself."""
+    if x is None:
+        return torch.ops.aten.new_empty.default(empty_like, [0])
+    operator = torch.ops.rope_fusion.rotate_.default
+    arguments = rotation_arguments(rotary)
+    return auto_functionalized(operator, x=x, cos=cos, sin=sin, positions=positions, **arguments)[1]
 
 
 def call_static_fp8(
