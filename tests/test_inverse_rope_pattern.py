@@ -247,6 +247,27 @@ def test_static_fp8_quantisation_that_follows_is_done_by_the_same_kernel(wants_b
         assert torch.equal(value.float(), wanted.float())
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numerics", ["fp32", "exact"])
+def test_the_conversion_of_an_fp32_rotation_to_a_narrow_result_is_part_of_it(
+    narrow: torch.dtype, numerics: str
+) -> None:
+    def rotate_and_narrow(o: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+        return pairs_by_formula(o, positions, cache).to(narrow)
+
+    arguments = inputs(dtype=torch.float32)
+    settings = OPTIONS | {"rope_fusion.numerics": numerics}
+    assert_hits(rotate_and_narrow, arguments, {"inverse_rope": 1}, options=settings)
+    function = compile_again(rotate_and_narrow, settings, None)
+    got, (code,) = torch._inductor.utils.run_and_get_code(function, *arguments)
+    wanted = rotate_and_narrow(*arguments)
+    if numerics == "exact":
+        assert torch.equal(got, wanted)
+    # fused products move an fp32 sum by a trifle, which can cross one rounding boundary of the narrow dtype
+    torch.testing.assert_close(got, wanted, rtol=torch.finfo(narrow).eps, atol=1e-6)
+    assert "cpp_fused" not in code  # the conversion is done by the operator
+
+
 def produced(rotate: Spelling, o: Tensor, positions: Tensor, cache: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """A rotated matrix product, and that product as it was before."""
     made = (o @ weight).reshape(o.shape)

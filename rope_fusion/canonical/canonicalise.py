@@ -103,7 +103,7 @@ class Canonicaliser:
     def __init__(self, graph: Graph, emitter: Emitter, findings: Findings, exact: bool) -> None:
         self._graph = graph
         self._emit = emitter
-        self._findings = findings
+        self._findings = replace(findings, rotations=[_narrowed(r, findings) for r in findings.rotations])
         self._exact = exact
         self._numbering = ValueNumbering(graph)
         self._order = {node: index for index, node in enumerate(graph.nodes)}
@@ -153,12 +153,13 @@ class Canonicaliser:
 
     def _rotation_refusal(self, rotation: Rotation) -> str | None:
         x, out = rotation.x.meta["val"], rotation.out.meta["val"]
-        if x.dtype not in FLOAT_DTYPES or out.dtype not in (x.dtype, torch.float32):
+        dtypes = {x.dtype, out.dtype}
+        if not dtypes.issubset(FLOAT_DTYPES) or (len(dtypes) == 2 and torch.float32 not in dtypes):
             return (
                 f"it takes {x.dtype} to {out.dtype}; "
-                "the fused operators take float32, bfloat16 or float16 to the same dtype or float32"
+                "the fused operators take float32, bfloat16 or float16 to the same dtype, to float32 or from it"
             )
-        if self._exact and out.dtype != x.dtype:
+        if self._exact and out.dtype != x.dtype and x.dtype != torch.float32:
             return f"Inductor has removed the rounding of its result to {x.dtype}, which exact numerics must reproduce"
         if rotation.cos.negated:
             return "its cos is negated"
@@ -653,6 +654,30 @@ def restore(graph: Graph, result: Canonicalised, originals: Container[Node]) -> 
         if node not in originals and not node.users:
             graph.erase_node(node)
     return replaced
+
+
+def _narrowed(rotation: Rotation, findings: Findings) -> Rotation:
+    """The rotation with the conversion of its float32 result to a narrower dtype, where nothing reads it before.
+
+    Quantisations and cache writes are recognised by the value before such a conversion, so theirs stay as they are.
+    """
+    out = rotation.out
+    users = list(out.users)
+    if len(users) != 1 or users[0].target is not prims.convert_element_type.default:
+        return rotation
+    narrow = users[0]
+    dtypes = [node.meta["val"].dtype for node in (rotation.x, out, narrow)]
+    if dtypes[:2] != [torch.float32] * 2 or dtypes[2] not in (torch.bfloat16, torch.float16):
+        return rotation
+    writes = (*findings.writes, *findings.layer_writes)
+    for node in (*(q.x for q in findings.quantisations), *(write.value for write in writes)):
+        for _ in range(16):
+            if node in (out, narrow):
+                return rotation
+            if node.op != "call_function" or node.target not in VIEW_TARGETS or not isinstance(node.args[0], Node):
+                break
+            node = node.args[0]
+    return replace(rotation, out=narrow, nodes=rotation.nodes | {narrow})
 
 
 def _value_path(out: Node, quantisation: Fp8Quantisation) -> list[Node]:
