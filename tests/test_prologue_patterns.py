@@ -419,3 +419,38 @@ def test_dynamic_heads_are_refused_with_a_sentence():
     result = compiled(block, *inputs, dynamic=True)
     sentences = [*result.report.near_misses, *(s for p in result.report.patterns.values() for s in p.refusals)]
     assert result.hits or sentences
+
+
+def slice_write(cache, x, start):
+    cache[:, :, start : start + x.shape[2]] = x
+
+
+def position_write(cache, x, start):
+    cache[:, :, start] = x[:, :, 0]
+
+
+@pytest.mark.parametrize(("write", "hits"), [(slice_write, {"rope_kv": 1}), (position_write, {})])
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_a_write_at_one_position_of_a_static_cache_keeps_its_value(write, hits, kernels):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, HEADS, 1, DIM, generator=generator).to(torch.bfloat16)
+    kv = torch.randn(2, KV_HEADS, 1, DIM, generator=generator).to(torch.bfloat16)
+    rows = cos_sin_table(ROWS, DIM)[4:5]
+
+    def program(q, kv, k_cache, v_cache):
+        cos, sin = rows.chunk(2, -1)
+        first, second = kv.float().chunk(2, -1)
+        k = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(kv.dtype)
+        first, second = q.float().chunk(2, -1)
+        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(q.dtype)
+        write(k_cache, k, 4)
+        write(v_cache, kv, 4)
+        return rotated, k_cache.float().sum()
+
+    caches = [torch.zeros(2, KV_HEADS, 8, DIM, dtype=torch.bfloat16) for _ in range(4)]
+    expected = program(q, kv, *caches[:2])
+    result = compiled(program, q, kv, *caches[2:], kernels=kernels)
+    assert result.hits == (hits if kernels == "reference" else {})
+    torch.testing.assert_close(result.outputs[0], expected[0], rtol=2**-7, atol=2**-7)  # one bf16 step
+    torch.testing.assert_close(caches[2], caches[0], rtol=2**-7, atol=2**-7)
+    assert torch.equal(caches[3], caches[1])

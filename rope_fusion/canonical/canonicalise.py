@@ -443,7 +443,11 @@ class Canonicaliser:
                 if second.previous is not first.result or not self._only_leads_to(first.result, second):
                     continue
                 outs, firsts = [second.node, second.result], [first]
-            if candidate.old_value_read or any(write.previous is not write.base for write in firsts):
+            if (
+                candidate.old_value_read
+                or not self._one_slot_each(k_write)
+                or any(write.previous is not write.base for write in firsts)
+            ):
                 continue
             inputs = [k_write.value, candidate.value, *self._slot_nodes(k_write)]
             if not self._reaches(outs, inputs):
@@ -476,6 +480,14 @@ class Canonicaliser:
         return (
             equal(math.prod(shapes[0]), math.prod(shapes[1])) and a.base.meta["val"].dtype == b.base.meta["val"].dtype
         )
+
+    @staticmethod
+    def _one_slot_each(write: CacheWrite) -> bool:
+        """Whether slots and places within blocks, where both are given, need no broadcasting against each other."""
+        if write.slot_offsets is None or not isinstance(write.slots, Node):
+            return True
+        shapes = [node.meta["val"].shape for node in (write.slots, write.slot_offsets)]
+        return len(shapes[0]) == len(shapes[1]) and all(map(equal, *shapes))
 
     @staticmethod
     def _slot_nodes(write: CacheWrite) -> list[Node]:
@@ -591,21 +603,20 @@ class Canonicaliser:
         return write.base.meta["val"].shape[tokens.index("h")] if "h" in tokens else 1
 
     def _slots(self, write: CacheWrite) -> tuple[Node, Node | None]:
-        if isinstance(write.slots, Node) and isinstance(write.slots.meta["val"], torch.Tensor):
-            return write.slots, write.slot_offsets
+        """Slots, and places within blocks where they are given separately, as tensors of one dim or more."""
         start = write.slots
+        if isinstance(start, Node) and isinstance(start.meta["val"], torch.Tensor):
+            if start.meta["val"].dim() == 0:
+                start = self._emit.call(aten.unsqueeze.default, start, 0)
+            return start, write.slot_offsets
         value = write.value.meta["val"]
-        at = write.value_axes.split().index("s" if "s" in write.value_axes.split() else "t")
-        length: Any = value.shape[at]
+        axes = write.value_axes.split()
+        along = [axis for axis in ("s", "t") if axis in axes]
+        length: Any = value.shape[axes.index(along[0])] if along else 1
         if not isinstance(length, int):
-            length = self._emit.call(aten.sym_size.int, write.value, at)
-        end = (
-            self._emit.call(operator.add, start, length)
-            if isinstance(start, Node) or isinstance(length, Node)
-            else start + length
-        )
-        slots = self._emit.call(aten.arange.start, start, end, dtype=torch.int64, device=value.device, pin_memory=False)
-        return slots, None
+            length = self._emit.call(aten.sym_size.int, write.value, axes.index(along[0]))
+        settings = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
+        return self._emit.call(prims.iota.default, length, start=start, step=1, **settings), None
 
     def _reaches(self, sources: Sequence[Node], targets: Sequence[Node]) -> bool:
         """Whether a target depends on a source's value; only nodes between them in the graph's order are walked."""
