@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From top to bottom. A module imports only from its own layer or from lower ones.
 LAYERS = [
     {"cli"},
-    {"demo", "bench", "bench_cases", "pytest_plugin"},
+    {"demo", "bench", "bench_cases", "bench_attention", "pytest_plugin"},
     {"testing"},
     {"backend"},
     {"vllm"},
