@@ -60,8 +60,15 @@ def _both(write: Write, dim: int) -> Write:
 
 
 def _direct_both(cache: Tensor, k: Tensor, slots: Tensor) -> None:
-    cache[0, slots // BLOCK, slots % BLOCK] = k
-    cache[1, slots // BLOCK, slots % BLOCK] = k + k
+    half = torch.zeros_like(slots)  # an int would select first and write through that view
+    cache[half, slots // BLOCK, slots % BLOCK] = k
+    cache[half + 1, slots // BLOCK, slots % BLOCK] = k + k
+
+
+def _direct_both_inside(cache: Tensor, k: Tensor, slots: Tensor) -> None:
+    half = torch.zeros_like(slots)
+    cache[slots // BLOCK, half, slots % BLOCK] = k
+    cache[slots // BLOCK, half + 1, slots % BLOCK] = k + k
 
 
 def _fp8(write: Write) -> Write:
@@ -104,7 +111,7 @@ def spellings() -> list[Spelling]:
         Spelling("the view, FP8 cache", _fp8(_view), _fp8(_direct), single, FP8),
         Spelling("[2, blocks, ...].unbind(0), the view", _both(_view, 0), _direct_both, joint_first),
         Spelling("[2, blocks, ...].unbind(0), block and place", _both(_direct, 0), _direct_both, joint_first),
-        Spelling("[blocks, 2, ...].unbind(1), block and place", _both(_direct, 1), _direct_both, joint_second),
+        Spelling("[blocks, 2, ...].unbind(1), block and place", _both(_direct, 1), _direct_both_inside, joint_second),
     ]
 
 
