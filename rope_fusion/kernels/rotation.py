@@ -50,7 +50,8 @@ def call_in_place(
         return torch.ops.aten.new_empty.default(empty_like, [0])
     operator = torch.ops.rope_fusion.rotate_.default
     arguments = rotation_arguments(rotary)
-    return auto_functionalized(operator, x=x, cos=cos, sin=sin, positions=positions, **arguments)[1]
+    results: Any = auto_functionalized(operator, x=x, cos=cos, sin=sin, positions=positions, **arguments)
+    return results[1]
 
 
 def call_static_fp8(
