@@ -15,7 +15,7 @@ def search(
     q_rot, k_rot = rotary_qk(q, k, cos, sin, positions, rotary)
     q8 = quantize_fp8(q_rot, q_scale, quant)
     new_k, new_v = kv_write(k_cache, v_cache, k_rot, v, slots, slot_offsets, k_scale, v_scale, kv)
-    return new_k, new_v, q8, q_rot, k_rot
+    return q8, new_k, new_v, q_rot, k_rot
 
 
 def replacement(
@@ -39,7 +39,7 @@ def replacement(
         v_scale=v_scale,
         kv=kv,
     )
-    return new_k, new_v, q8, q_rot, k_rot
+    return q8, new_k, new_v, q_rot, k_rot
 
 
 def example_inputs():

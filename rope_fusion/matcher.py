@@ -98,11 +98,22 @@ class PatternRunner:
 
     def _keep_sorted(self) -> None:
         """A replacement is placed before the first of its outputs, which may be before the last of its inputs."""
-        assert self._graph is not None
-        users = {user for node in self._replaced_inputs for user in node.users}
-        if any(source > user for user in users for source in user.all_input_nodes):
-            stable_topological_sort(self._graph)
+        for user in {user for node in self._replaced_inputs for user in node.users}:
+            hoist([source for source in user.all_input_nodes if source > user], user)
         self._replaced_inputs = []
+
+
+def hoist(nodes: Sequence[Node], before: Node) -> None:
+    """Move `nodes`, and what they are computed from, in front of `before`, on which none of them depends."""
+    behind: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in behind and node > before:
+            behind.add(node)
+            stack.extend(node.all_input_nodes)
+    for node in sorted(behind):
+        before.prepend(node)
 
 
 def _too_many_tokens(values: Mapping[str, Any], most: int | None) -> str | None:
