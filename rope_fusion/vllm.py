@@ -70,7 +70,7 @@ def install(options: Mapping[str, Any] | None = None) -> None:
 
     def log_and_publish(report: GraphReport) -> None:
         publish(report)
-        logger.info("rope_fusion in vLLM: %s", report.hits or report.warning() or "nothing to fuse")
+        logger.info("rope_fusion in vLLM: %s", report.hits or "nothing to fuse")
 
     fusion = FusionPass(make_options(options or {}), log_and_publish)
 

@@ -169,9 +169,15 @@ def in_place(graph: Graph) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
     for node in list(graph.nodes):
-        if node.target is torch.ops.aten.copy_.default and node.args[0] is node.args[1]:
+        if node.target is torch.ops.aten.copy_.default and _viewed_from(node.args[1]) is node.args[0]:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _viewed_from(node: Any) -> Any:
+    while node.target in VIEWS:
+        node = node.args[0]
+    return node
 
 
 def _without_scatters(graph: Graph, value: Any, storage: Any) -> None:

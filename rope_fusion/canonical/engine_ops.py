@@ -28,6 +28,8 @@ from rope_fusion.canonical.functional import (
     functional_target,
     functionalise,
     size_arguments,
+    view_steps,
+    viewed,
 )
 from rope_fusion.canonical.layer_writes import known_layer
 from rope_fusion.canonical.layout import equal, is_one
@@ -108,16 +110,16 @@ class _Finder:
         read_by_value = [call for call in calls if call.target._schema.name not in _CACHE_WRITERS]
         reader.resolve_reads(read_by_value)
         for call in calls:
-            self._try(call.node, lambda call=call: _KNOWN[call.target._schema.name](self, call))
+            self._try(call.node, _KNOWN[call.target._schema.name], call)
         for node in list(self._graph.nodes):
             if node.op == "call_function" and node.target in self._targets and node.target not in mutable:
-                self._try(node, lambda node=node: self.layer_write(node))
+                self._try(node, _Finder.layer_write, node)
         stable_topological_sort(self._graph)
         return self._found
 
-    def _try(self, node: Node, read: Callable[[], None]) -> None:
+    def _try(self, node: Node, read: Callable[[_Finder, Any], None], call: Any) -> None:
         try:
-            read()
+            read(self, call)
         except _Refused as refusal:
             self._found.near_misses.append(f"{node.name} was left alone: {refusal}")
 
@@ -471,59 +473,71 @@ class _Finder:
 
     def _results(self, call: InPlaceCall, bases: dict[str, Node]) -> dict[str, tuple[Node, Node]]:
         """For each written cache the value of its whole base before and after that write."""
-        names = list(bases)
-        joint = len({*bases.values()}) < len(bases)
-        if call.form == "v2":
-            new = {name: call.new_base[name] for name in names}
-            if not joint:
-                return {name: (bases[name], new[name]) for name in names}
-            # one new value holds all writes; the ones before it get a node that nobody reads
-            results, previous = {}, bases[names[0]]
-            for name in names[:-1]:
-                between = self._emit.call(aten.alias.default, bases[name])
-                results[name] = (previous, between)
-                previous = between
-            results[names[-1]] = (previous, new[names[-1]])
-            return results
+        if len({*bases.values()}) < len(bases):
+            return self._joint_results(call, bases)
         results = {}
-        for name in names:
-            value = call.after[name]
-            if call.arguments[name] is bases[name]:
-                results[name] = (bases[name], value)
-                continue
-            whole, previous = self._written_into(value, bases[name])
-            results[name] = (previous, whole)
-        if joint:
-            chain = [results[name] for name in names]
-            if any(second[0] is not first[1] for first, second in zip(chain, chain[1:], strict=False)):
-                raise _Refused("its writes to one buffer do not follow one another")
-        for name in names:
-            if results[name][0] not in {bases[name], *(result for _, result in results.values())}:
-                raise _Refused(f"its {name} is written more than once")
+        for name, base in bases.items():
+            if call.form == "v2":
+                results[name] = (base, call.new_base[name])
+            elif call.before[name] is base:
+                results[name] = (base, call.after[name])
+            else:
+                new, scatter = self._written_into(call.after[name], base, call.before[name])
+                if scatter is not None and _root(scatter.args[0]) is not base:
+                    raise _Refused(f"its {name} is written more than once")
+                results[name] = (base, new)
         return results
 
+    def _joint_results(self, call: InPlaceCall, bases: dict[str, Node]) -> dict[str, tuple[Node, Node]]:
+        """Likewise for two caches in one buffer. No node need hold the value between the writes: one is made, which nobody reads."""
+        first, last = bases
+        base = bases[first]
+        if len(bases) != 2 or bases[last] is not base:
+            raise _Refused("its caches overlap in part")
+        if call.form == "v2":
+            new = call.new_base[last]
+        else:
+            scatters = {name: self._scatter(call.after[name]) for name in bases}
+            if _root(scatters[first].args[0]) is scatters[last]:
+                first, last = last, first
+            if _root(scatters[first].args[0]) is not base or _root(scatters[last].args[0]) is not scatters[first]:
+                raise _Refused("its writes to one buffer do not follow one another")
+            node = scatters[first]
+            while node is not scatters[last]:
+                if len(node.users) != 1:
+                    raise _Refused("its buffer is read between its two writes")
+                (node,) = node.users
+            new, _ = self._written_into(call.after[last], base, call.before[last])
+        between = self._emit.call(aten.alias.default, base)
+        return {first: (base, between), last: (between, new)}
+
     @staticmethod
-    def _written_into(value: Node, base: Node) -> tuple[Node, Node]:
-        """(value of `base` with `value` scattered into it, its value before), through the inverse of the views."""
+    def _scatter(value: Node) -> Node:
+        """The scatter that writes `value`, seen through views, into a larger tensor."""
         node = value
-        rank = base.meta["val"].dim()
-        for _ in range(8):
-            users = list(node.users)
-            if len(users) != 1:
-                raise _Refused("a view of its cache is read directly after the write")
-            user = users[0]
+        while len(node.users) == 1:
+            (user,) = node.users
             if user.target in SCATTERS and user.args[1] is node:
-                previous = user.args[0]
-                assert isinstance(previous, Node)
-                if user.meta["val"].dim() == rank and previous.meta["val"].shape == base.meta["val"].shape:
-                    return user, previous
-                raise _Refused("its cache is written through a view of a view")
+                return user
             if user.target not in VIEWS:
+                break
+            node = user
+        raise _Refused("a view of its cache is read directly after the write")
+
+    @staticmethod
+    def _written_into(value: Node, base: Node, view: Node) -> tuple[Node, Node | None]:
+        """`base` once `value` is written to `view` of it, by the inverse of each view; and the scatter among those."""
+        node, scatter = value, None
+        for _ in view_steps(base, view):
+            if len(node.users) != 1:
+                raise _Refused("a view of its cache is read directly after the write")
+            (user,) = node.users
+            if user.target in SCATTERS and user.args[1] is node:
+                scatter = user
+            elif user.target not in VIEWS:
                 raise _Refused("a view of its cache is read directly after the write")
             node = user
-            if any(reader.target is aten.copy_.default and reader.args[0] is base for reader in node.users):
-                return node, base
-        raise _Refused("its cache is written through too many views")
+        return node, scatter
 
     # writes by the name of a layer
 
@@ -558,6 +572,13 @@ class _Finder:
                 fused_by_engine=fused_by_engine,
             )
         )
+
+
+def _root(node: Any) -> Node:
+    """What `node` is a view of, through views of views."""
+    while (source := viewed(node)) is not None:
+        node = source
+    return node
 
 
 def _layout_in(base: torch.Tensor, region: Region, axes: str) -> str | None:

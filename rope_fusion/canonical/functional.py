@@ -27,7 +27,13 @@ from rope_fusion.canonical.layout import equal, is_one
 
 aten = torch.ops.aten
 
-SCATTERS = frozenset({aten.slice_scatter.default, aten.select_scatter.default, aten.as_strided_scatter.default})
+_SCATTER_OF = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.as_strided.default: aten.as_strided_scatter.default,
+}
+_VIEW_OF = {scatter: view for view, scatter in _SCATTER_OF.items()}
+SCATTERS = frozenset(_VIEW_OF)
 
 # operators whose result is a view of their first argument; reshape is one where it need not copy
 VIEWS = frozenset(
@@ -102,7 +108,8 @@ class Region:
         """First and last column of the region in rows of `row` elements, or None where it is no such window."""
         if not isinstance(row, int) or not isinstance(self.offset, int):
             return None
-        inner, outer = [], []
+        inner: list[tuple[Any, int]] = []
+        outer: list[tuple[Any, int]] = []
         for size, stride in self.runs():
             if not isinstance(stride, int):
                 return None
@@ -164,9 +171,9 @@ class ReadThrough:
         alive = set(graph.nodes)
         for owner, old, new in reversed(self.made):
             if owner in alive and old in alive and new in alive and stays(owner):
-                users = [user for user in new.users if user is not old]
-                if users and not _computed_from(old, users):
-                    new.replace_all_uses_with(old, delete_user_cb=lambda user, old=old: user is not old)
+                users = {user for user in new.users if user is not old}
+                if users and not _computed_from(old, list(users)):
+                    new.replace_all_uses_with(old, delete_user_cb=users.__contains__)
 
 
 def written_arguments(target: torch._ops.OpOverload) -> list[str]:
@@ -304,7 +311,7 @@ class CallReader:
 
     # reading new values directly
 
-    def resolve_reads(self, calls: Iterable[InPlaceCall]) -> None:
+    def resolve_reads(self, calls: Sequence[InPlaceCall]) -> None:
         """Make readers of the bases that `calls` write read the values that they wrote, or the base as it was."""
         owners = {call.node for call in calls}
         patches = {new: entry for new, entry in self._patches.items() if entry[1][0].owner in owners}
@@ -315,7 +322,22 @@ class CallReader:
                     patches[node] = (node.args[0], [patch])  # type: ignore[assignment]
         for node in sorted(patches):
             self._resolve_readers(node, patches)
+        for call in calls:
+            self._rebuild(call)
         stable_topological_sort(self._graph)
+
+    def _rebuild(self, call: InPlaceCall) -> None:
+        """Where the new value of a base is read as a whole, let it be the old one with the new parts written to it."""
+        for new in dict.fromkeys(call.new_base.values()):
+            names = [name for name in call.new_base if call.new_base[name] is new and call.after[name] is not new]
+            readers = [user for user in new.users if user not in self._extraction]
+            if not names or not readers:
+                continue
+            whole = call.base[names[0]]
+            for name in names:
+                path = view_steps(call.base[name], call.before[name])
+                whole = _written_back(self._emit, path, whole, call.after[name])
+            self.read_through.substitute(call.node, new, whole, lambda user: user in readers)
 
     def _scatter_patch(self, node: Node, owners: set[Node]) -> _Patch | None:
         """What a scatter writes, when it is a value that one of the calls `owners` made."""
@@ -328,12 +350,7 @@ class CallReader:
             return None
         base = node.args[0]
         assert isinstance(base, Node)
-        view = {
-            aten.slice_scatter.default: aten.slice.Tensor,
-            aten.select_scatter.default: aten.select.int,
-            aten.as_strided_scatter.default: aten.as_strided.default,
-        }[node.target]  # type: ignore[index]
-        region = self._region_after(base, [(view, node.args[2:])])
+        region = self._region_after(base, [(_VIEW_OF[node.target], node.args[2:])])
         owner = source.args[0]
         assert isinstance(owner, Node)
         return _Patch(region, value, owner) if region is not None else None
@@ -485,7 +502,7 @@ class _Functionaliser:
         if not self._calls:
             return self._result
         for node in self._nodes:
-            source = _viewed(node)
+            source = viewed(node)
             if source is not None:
                 self._source[node] = source
         calls = self._safe_calls()
@@ -545,7 +562,9 @@ class _Functionaliser:
             if isinstance(arguments.get(name), Node):
                 value = self._emit.call(operator.getitem, functional, max(returned, 1) + index)
                 root = self._root(arguments[name])
-                self._state[root] = self._written_back(self._path(root, arguments[name]), self._current(root), value)
+                self._state[root] = _written_back(
+                    self._emit, view_steps(root, arguments[name]), self._current(root), value
+                )
         if returned == 1:
             call.replace_all_uses_with(self._emit.call(operator.getitem, functional, 0))
 
@@ -564,52 +583,53 @@ class _Functionaliser:
         if node is root:
             return state
         if (node, state) not in self._seen:
-            self._seen[node, state] = _replay(self._emit, self._path(root, node), state)
+            self._seen[node, state] = _replay(self._emit, view_steps(root, node), state)
         return self._seen[node, state]
 
-    def _path(self, root: Node, node: Node) -> list[Node]:
-        path = []
-        while node is not root:
-            path.append(node)
-            node = self._source[node]
-        return path[::-1]
 
-    def _written_back(self, path: Sequence[Node], whole: Node, value: Node) -> Node:
-        """`whole` with `value` written to the view that `path` makes of it."""
-        if not path:
-            return value
-        step, *rest = path
-        if rest:
-            value = self._written_back(rest, _replay(self._emit, [step], whole), value)
-        call, target = self._emit.call, step.target
-        if target is operator.getitem:
-            split, index = step.args
-            assert isinstance(split, Node) and isinstance(index, int)
-            dim = (split.args[2] if len(split.args) > 2 else 0) if split.target is not aten.unbind.int else None
-            if dim is None:
-                return call(
-                    aten.select_scatter.default, whole, value, split.args[1] if len(split.args) > 1 else 0, index
-                )
-            sizes = split.args[1]
-            start = sizes * index if isinstance(sizes, int) else sum(sizes[:index])  # type: ignore[index, arg-type]
-            end = start + step.meta["val"].shape[dim]
-            return call(aten.slice_scatter.default, whole, value, dim, start, end)
-        if target is aten.slice.Tensor:
-            return call(aten.slice_scatter.default, whole, value, *step.args[1:])
-        if target is aten.select.int:
-            return call(aten.select_scatter.default, whole, value, *step.args[1:])
-        if target is aten.as_strided.default:
-            return call(aten.as_strided_scatter.default, whole, value, *step.args[1:])
-        if target is aten.transpose.int:
-            return call(target, value, *step.args[1:])
-        if target is aten.permute.default:
-            order: Any = step.args[1]
-            rank = len(order)
-            return call(target, value, [[d % rank for d in order].index(d) for d in range(rank)])
-        if target is aten.alias.default:
-            return value
-        sizes = size_arguments(self._emit, whole.meta["val"].shape, whole)
-        return call(aten.reshape.default, value, sizes)
+def _written_back(emitter: Emitter, path: Sequence[Node], whole: Node, value: Node) -> Node:
+    """`whole` with `value` written to the view that `path` makes of it."""
+    if not path:
+        return value
+    step, *rest = path
+    if rest:
+        value = _written_back(emitter, rest, _replay(emitter, [step], whole), value)
+    call, target = emitter.call, step.target
+    if target is operator.getitem:
+        split, index = step.args
+        assert isinstance(split, Node) and isinstance(index, int)
+        if split.target is aten.unbind.int:
+            dim = split.args[1] if len(split.args) > 1 else 0
+            return call(aten.select_scatter.default, whole, value, dim, index)
+        sizes, dim = split.args[1], split.args[2] if len(split.args) > 2 else 0
+        assert isinstance(dim, int)
+        start: Any = sizes * index if isinstance(sizes, int) else sum(sizes[:index])  # type: ignore[index, arg-type]
+        return call(aten.slice_scatter.default, whole, value, dim, start, start + step.meta["val"].shape[dim])
+    if target in _SCATTER_OF:
+        return call(_SCATTER_OF[target], whole, value, *step.args[1:])
+    if target is aten.transpose.int:
+        return call(target, value, *step.args[1:])
+    if target is aten.permute.default:
+        order: Any = step.args[1]
+        rank = len(order)
+        return call(target, value, [[d % rank for d in order].index(d) for d in range(rank)])
+    if target is aten.alias.default:
+        return value
+    return call(aten.reshape.default, value, size_arguments(emitter, whole.meta["val"].shape, whole))
+
+
+def view_steps(base: Node, view: Node) -> list[Node]:
+    """The views that lead from `base` to `view`, without the splits whose parts they take."""
+    path = []
+    while view is not base:
+        path.append(view)
+        source = view.args[0]
+        assert isinstance(source, Node)
+        if view.target is operator.getitem:
+            source = source.args[0]
+            assert isinstance(source, Node)
+        view = source
+    return path[::-1]
 
 
 def _computed_from(node: Node, sources: Sequence[Node]) -> bool:
@@ -625,7 +645,7 @@ def _computed_from(node: Node, sources: Sequence[Node]) -> bool:
     return False
 
 
-def _viewed(node: Node) -> Node | None:
+def viewed(node: Node) -> Node | None:
     """The tensor that `node` certainly shares its elements with, or None."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None

@@ -43,7 +43,7 @@ def rope_qkv_by_layer(
     """Shapes as in `rope_qkv`: q [B, S, Hq, D], k [B, S, Hk, D], v [B, S, Hk, Dv]."""
     found = bind(provider, layer)
     cache = found if isinstance(found, CacheBinding) else None
-    store = None if found is None or cache is not None else found
+    store = found if callable(found) else None
     need_k = options.pop("need_k")
     q_rot, k_rot, q8 = torch.ops.rope_fusion.rope_qkv.default(
         q,

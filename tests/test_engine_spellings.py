@@ -1,0 +1,559 @@
+"""Engine operators and plain PyTorch in every mixture, order, layout and dtype: each gives exactly one hit per layer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from engine_graphs import FUSED, check, compiled
+from engine_standins import FP8_KINDS, register
+from test_engine_forms import (
+    BLOCKS,
+    DIM,
+    FORMS,
+    FP8,
+    KV_HEADS,
+    PAGE,
+    Q_HEADS,
+    SPLITS,
+    TOKENS,
+    arguments,
+    form_settings,
+    quantised,
+    rotate,
+    split_columns,
+    store,
+    table,
+)
+from torch import Tensor
+
+register()
+
+LIMIT = torch.finfo(FP8).max
+
+
+# Layouts: a name, the shape of what the graph receives, and the key and value caches in it.
+
+
+def separate(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return caches[0], caches[1]
+
+
+def heads_first(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return caches[0].transpose(1, 2), caches[1].transpose(1, 2)
+
+
+def joint_first(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
+    k, v = caches[0].unbind(0)
+    return k, v
+
+
+def joint_second(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return caches[0][:, 0], caches[0][:, 1]
+
+
+def joint_last(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """vLLM 0.33: [blocks, heads, places, 2 * dim]."""
+    k, v = caches[0].transpose(1, 2).split(DIM, -1)
+    return k, v
+
+
+LAYOUTS: dict[Callable[[list[Tensor]], tuple[Tensor, Tensor]], list[tuple[int, ...]]] = {
+    separate: [(BLOCKS, PAGE, KV_HEADS, DIM)] * 2,
+    heads_first: [(BLOCKS, KV_HEADS, PAGE, DIM)] * 2,
+    joint_first: [(2, BLOCKS, PAGE, KV_HEADS, DIM)],
+    joint_second: [(BLOCKS, 2, PAGE, KV_HEADS, DIM)],
+    joint_last: [(BLOCKS, KV_HEADS, PAGE, 2 * DIM)],
+}
+KINDS = {
+    "auto": torch.bfloat16,
+    "fp8": torch.uint8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.uint8,
+}
+ORDERS = ("quantise first", "store first", "no quantisation")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's spelling."""
+
+    split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    layout: Callable[[list[Tensor]], tuple[Tensor, Tensor]]
+    kind: str
+    order: str
+
+    def caches(self) -> list[Tensor]:
+        return [
+            torch.zeros(shape, dtype=torch.uint8).view(KINDS[self.kind])
+            if KINDS[self.kind].itemsize == 1
+            else torch.zeros(shape, dtype=KINDS[self.kind])
+            for shape in LAYOUTS[self.layout]
+        ]
+
+    def layer(self, x: Tensor, positions: Tensor, table: Tensor, slots: Tensor, scale: Tensor, caches: list[Tensor]):
+        q, k, v = self.split(x)
+        rotate(positions, q, k, table)
+        outputs = []
+        if self.order == "quantise first":
+            outputs.append(quantised(q.reshape(q.shape[0], -1), scale))
+        store(k, v, *self.layout(caches), slots, self.kind, scale)
+        if self.order == "store first":
+            outputs.append(quantised(q.reshape(q.shape[0], -1), scale))
+        if self.order == "no quantisation":
+            outputs.append(q * 1)
+        return outputs
+
+
+ALL = [Case(*values) for values in itertools.product(SPLITS, LAYOUTS, KINDS, ORDERS)]
+
+
+def pairs(case: Case) -> set[tuple[Any, ...]]:
+    """Every two properties of a case."""
+    return set(itertools.combinations((case.split, case.layout, case.kind, case.order), 2))
+
+
+def covering(cases: list[Case]) -> list[Case]:
+    """Few cases in which every two properties meet, chosen greedily."""
+    left = set().union(*map(pairs, cases))
+    chosen = []
+    while left:
+        best = max(cases, key=lambda case: len(pairs(case) & left))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+COVERING = covering(ALL)
+
+
+def run(cases: list[Case], form: str) -> None:
+    def model(x, positions, table, slots, scale, all_caches):
+        return [case.layer(x, positions, table, slots, scale, own) for case, own in zip(cases, all_caches, strict=True)]
+
+    given = arguments()
+    args = [given[name] for name in ("x", "positions", "table", "slots", "scale")]
+    quant = sum(case.order != "no quantisation" for case in cases)
+    hits = {"rope_static_q_fp8_kv": quant, "rope_kv": len(cases) - quant}
+    result = check(
+        model,
+        [*args, [case.caches() for case in cases]],
+        {name: count for name, count in hits.items() if count},
+        **form_settings(form),
+    )
+    assert result.count(FUSED) == len(cases)
+    assert not any(name in call for call in result.calls() for name in ("_C.", "_C_cache_ops", "clone"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_hit_for_each_layer(form):
+    run(COVERING, form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_one_hit_for_each_layer_in_full(form, split):
+    run([case for case in ALL if case.split is split], form)
+
+
+# Mixtures
+
+
+def rope_in_torch(positions: Tensor, q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.view(x.shape[0], -1, DIM).chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    return turned(q), turned(k)
+
+
+def quantised_in_torch(q: Tensor, scale: Tensor) -> Tensor:
+    return (q.float() / scale).clamp(-LIMIT, LIMIT).to(FP8)
+
+
+def store_in_torch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    for part, cache in ((k, k_cache), (v, v_cache)):
+        cache[slots // PAGE, slots % PAGE] = part.view(part.shape[0], KV_HEADS, DIM)
+
+
+@pytest.mark.parametrize("form", ["v2", "v1"])
+@pytest.mark.parametrize("write", ["engine", "torch"])
+@pytest.mark.parametrize("quant", ["engine", "torch", None])
+@pytest.mark.parametrize("rope", ["engine", "torch"])
+def test_engine_operators_and_plain_torch_meet(rope, quant, write, form):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        if rope == "engine":
+            rotate(positions, q, k, table)
+        else:
+            q, k = rope_in_torch(positions, q, k, table)
+        q8 = None
+        if quant == "engine":
+            q8 = quantised(q.reshape(q.shape[0], -1), scale)
+        elif quant == "torch":
+            q8 = quantised_in_torch(q, scale)
+        if write == "engine":
+            store(k, v, k_cache, v_cache, slots, "auto", scale)
+        else:
+            store_in_torch(k, v, k_cache, v_cache, slots)
+        return q * 1 if q8 is None else q8
+
+    given = arguments(slots=torch.tensor([17, 2, 3, 5, 8, 11]))  # PyTorch's writes take no padding
+    name = "rope_kv" if quant is None else "rope_static_q_fp8_kv"
+    check(layer, list(given.values()), {name: 1}, **form_settings(form))
+
+
+def test_static_query_pattern_outranks_and_each_gate_is_told(monkeypatch):
+    from rope_fusion import catalog
+
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        q8 = quantised(q, scale)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q8
+
+    def run(*disabled: str) -> Any:
+        return compiled(layer, *copy.deepcopy(list(arguments().values())), disable=disabled)
+
+    assert run().hits == {"rope_static_q_fp8_kv": 1}
+
+    shut = "this device has no FP8 operator"
+    original = catalog.CatalogEntry.verdict
+
+    def without_fp8(entry: Any, context: Any) -> str | None:
+        return shut if "fp8" in entry.name else original(entry, context)
+
+    monkeypatch.setattr(catalog.CatalogEntry, "verdict", without_fp8)
+    lesser = run()
+    assert lesser.hits == {"rope_kv": 1}
+    assert lesser.report.patterns["rope_static_q_fp8_kv"].gate == shut
+    assert "_C.static_scaled_fp8_quant" in lesser.after
+
+    monkeypatch.setattr(catalog.CatalogEntry, "verdict", lambda entry, context: shut)
+    neither = run()
+    assert neither.hits == {}
+    assert neither.before == neither.after
+    assert {pattern.gate for pattern in neither.report.patterns.values()} == {shut}
+
+
+# Rotations in detail
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_key_is_optional(form):
+    def layer(x, positions, table, scale):
+        q = (x * 1)[:, : Q_HEADS * DIM]
+        rotate(positions, q, None, table)
+        return quantised(q, scale)
+
+    given = arguments()
+    args = [given[name] for name in ("x", "positions", "table", "scale")]
+    check(layer, args, {"rope_static_q_fp8": 1}, **form_settings(form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("start", "inverse"), [(0, True), (4, False), (8, True)])
+def test_offset_and_inverse_are_kept(form, start, inverse):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        torch.ops._C.rotary_embedding(positions, q, k, DIM, table, True, start, inverse)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    given = arguments(table=table(8))
+    result = check(layer, list(given.values()), {"rope_kv": 1}, **form_settings(form))
+    assert f"inverse={inverse}" in result.after
+    assert f"rotary_start={start}" in result.after
+
+
+@pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("indices", [torch.int32, torch.int64])
+def test_dtypes(dtype, rows, indices):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table, is_neox=False)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    given = arguments(table=table(8, rows))
+    for name in ("x", "k_cache", "v_cache"):
+        given[name] = given[name].to(dtype)
+    for name in ("positions", "slots"):
+        given[name] = given[name].to(indices)
+    known = rows in (dtype, torch.float32)
+    result = check(layer, list(given.values()), {"rope_kv": 1} if known else {})
+    if not known:
+        assert any("the fused operator" in sentence for sentence in result.report.near_misses)
+
+
+def test_positions_of_a_batch():
+    def layer(x, positions, table, scale):
+        q, k, _ = (x * 1).split([Q_HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1)
+        rotate(positions, q, k, table)
+        return quantised(q.reshape(-1, q.shape[-1]), scale), k * 1
+
+    given = arguments()
+    args = [given["x"].view(2, 3, -1), given["positions"].view(2, 3), given["table"], given["scale"]]
+    check(layer, args, {"rope_static_q_fp8": 1})
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_few_tokens(form, tokens):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    given = arguments()
+    for name in ("x", "positions", "slots"):
+        given[name] = given[name][:tokens].clone()
+    check(layer, list(given.values()), {"rope_kv": 1}, **form_settings(form))
+
+
+@pytest.mark.parametrize("form", ["v2", "v1"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dynamic_number_of_tokens(form, layout):
+    def layer(x, positions, table, slots, scale, caches):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        q8 = quantised(q, scale)
+        store(k, v, *layout(caches), slots, "auto", scale)
+        return q8
+
+    given = arguments()
+    args = [given[name] for name in ("x", "positions", "table", "slots", "scale")]
+    for at in (0, 1, 3):
+        torch._dynamo.mark_dynamic(args[at], 0)
+    caches = [torch.zeros(shape, dtype=torch.bfloat16) for shape in LAYOUTS[layout]]
+    result = check(layer, [*args, caches], {"rope_static_q_fp8_kv": 1}, **form_settings(form))
+    assert "s0" in result.after
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_slots_may_be_fewer_than_tokens(form):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    given = arguments(slots=torch.tensor([17, -1, 3]))
+    check(layer, list(given.values()), {"rope_kv": 1}, **form_settings(form))
+
+
+@pytest.mark.parametrize("form", ["v2", "v1"])
+def test_cast_of_the_whole_cos_sin_cache_in_each_step_is_gone(form):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table.to(x.dtype))
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    given = arguments(table=table(DIM, torch.float32))
+    result = check(layer, list(given.values()), {"rope_kv": 1}, **form_settings(form))
+    assert "convert_element_type" in result.before
+    assert "convert_element_type" not in result.after
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("reader", ["whole", "straddling", "values only", "inside q"])
+def test_other_readers_of_the_packed_buffer_see_what_they_should(form, reader):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        packed = x * 1
+        q, k, v = packed.split([Q_HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1)
+        rotate(positions, q, k, table)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        columns = {
+            "whole": slice(None),
+            "straddling": slice(DIM, -DIM),
+            "values only": slice(-KV_HEADS * DIM, None),
+            "inside q": slice(DIM, 2 * DIM),
+        }[reader]
+        return q * 1, packed[:, columns] * 1
+
+    result = check(layer, list(arguments().values()), {"rope_kv": 1}, **form_settings(form))
+    assert result.count("_C.rotary_embedding") == 0
+
+
+# What is left alone
+
+
+def refused(layer: Callable[..., Any], given: dict[str, Any], sentence: str, **settings: Any) -> None:
+    result = check(layer, list(given.values()), {}, **settings)
+    assert any(sentence in said for said in result.report.near_misses), result.report.near_misses
+    assert result.before == result.after
+
+
+def test_quantisation_in_groups_is_left_alone_and_said():
+    def layer(x, scale):
+        q8 = torch.empty(x.shape, dtype=FP8)
+        torch.ops._C.static_scaled_fp8_quant(q8, x, scale, [1, 64])
+        return q8
+
+    given = arguments()
+    result = compiled(layer, given["x"], given["scale"])
+    assert any("it quantises in groups of [1, 64]" in sentence for sentence in result.report.near_misses)
+
+
+def test_unknown_cache_dtype_is_left_alone_and_said():
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    caches = {name: torch.zeros(BLOCKS, PAGE, KV_HEADS, DIM, dtype=torch.uint8) for name in ("k_cache", "v_cache")}
+    result = compiled(layer, *arguments(**caches).values())
+    assert any("does not say what the bytes hold" in sentence for sentence in result.report.near_misses)
+    assert result.hits == {}
+
+
+def test_exact_numerics_leave_engine_rotations_alone_and_say_so():
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    refused(layer, arguments(), "which exact numerics would need", numerics="exact")
+
+
+def test_exact_numerics_multiply_by_the_reciprocal_as_the_engine_does():
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        q, k = rope_in_torch(positions, q, k, table)
+        q8 = quantised(q.reshape(q.shape[0], -1), scale)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q8
+
+    args = list(arguments(scale=torch.tensor([0.0371])).values())
+    expected = layer(*copy.deepcopy(args))
+    result = compiled(layer, *copy.deepcopy(args), numerics="exact")
+    assert result.hits == {"rope_static_q_fp8_kv": 1}
+    assert torch.equal(result.outputs.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_in_place_call_on_a_tensor_that_is_written_elsewhere_is_left_alone_and_said():
+    def also_written(graph: torch.fx.Graph) -> None:
+        form_settings("raw")["transform"](graph)
+        call = next(node for node in graph.nodes if "rotary_embedding" in str(node.target))
+        with graph.inserting_after(call):
+            add = graph.call_function(torch.ops.aten.add_.Scalar, (call.kwargs["query"], 0))
+            add.meta["val"] = call.kwargs["query"].meta["val"]
+
+    def layer(x, positions, table, scale):
+        q = x * 1
+        rotate(positions, q, None, table)
+        return quantised(q, scale)
+
+    given = arguments()
+    args = [given["x"][:, : Q_HEADS * DIM].clone(), given["positions"], given["table"], given["scale"]]
+    result = compiled(layer, *args, v2=False, transform=also_written)
+    assert result.hits == {}
+    assert any("works in place on a tensor that" in sentence for sentence in result.report.near_misses)
+    assert result.before == result.after
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rotation_that_nothing_follows_comes_out_as_it_went_in(form):
+    def layer(x, positions, table):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        return q * 1, k * 1, v * 1
+
+    given = arguments()
+    result = check(layer, [given["x"], given["positions"], given["table"]], {}, **form_settings(form))
+    assert result.before == result.after
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_layer_that_stays_reads_as_before_beside_one_that_fuses(form):
+    def model(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        left = (q * 1, k * 1, v * 1)
+        q, k, v = split_columns(x + 1)
+        rotate(positions, q, k, table)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return *left, q * 1
+
+    result = check(model, list(arguments().values()), {"rope_kv": 1}, **form_settings(form))
+    assert result.count("_C.rotary_embedding") == 1
+    assert "clone" not in " ".join(result.calls())
+
+
+# Other engines
+
+
+def test_sglang_rotation():
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        torch.ops.sgl_kernel.rotary_embedding(positions, q, k, DIM, table, True)
+        store_in_torch(k, v, k_cache, v_cache, slots)
+        return q * 1
+
+    check(layer, list(arguments(slots=torch.tensor([17, 2, 3, 5, 8, 11])).values()), {"rope_kv": 1})
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("engine", ["flashinfer", "sgl_kernel"])
+@pytest.mark.parametrize("v2", [True, False])
+def test_flashinfer_rotation(engine, in_place, v2):
+    def layer(x, positions, table, k_buffer, v_buffer, slots):
+        q, k, v = (part.view(part.shape[0], -1, DIM) for part in split_columns(x))
+        q_rope, k_rope = (q, k) if in_place else (torch.empty_like(q), torch.empty_like(k))
+        if engine == "flashinfer":
+            torch.ops.flashinfer.apply_rope_pos_ids_cos_sin_cache(q, k, q_rope, k_rope, table, positions, False)
+        else:
+            torch.ops.sgl_kernel.apply_rope_pos_ids_cos_sin_cache(
+                q, k, q_rope, k_rope, table, positions, False, False, None, None, None, None
+            )
+        k_buffer[slots], v_buffer[slots] = k_rope, v
+        return q_rope * 1
+
+    given = arguments(table=table(DIM, torch.float32), slots=torch.tensor([17, 2, 3, 5, 8, 11]))
+    buffers = [torch.zeros(BLOCKS * PAGE, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2)]
+    args = [given["x"], given["positions"], given["table"], *buffers, given["slots"]]
+    check(layer, args, {"rope_kv": 1}, v2=v2)
+
+
+def test_sglang_rotation_that_stores_itself_is_left_alone_and_said():
+    def layer(x, positions, table, k_buffer, v_buffer, slots):
+        q, k, v = (part.view(part.shape[0], -1, DIM) for part in split_columns(x))
+        torch.ops.sgl_kernel.apply_rope_pos_ids_cos_sin_cache(
+            q, k, q, k, table, positions, False, False, v, k_buffer, v_buffer, slots
+        )
+        return q * 1
+
+    given = arguments(table=table(DIM, torch.float32), slots=torch.tensor([17, 2, 3, 5, 8, 11]))
+    buffers = [torch.zeros(BLOCKS * PAGE, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2)]
+    result = check(layer, [given["x"], given["positions"], given["table"], *buffers, given["slots"]], {})
+    assert any("it stores k and v itself" in sentence for sentence in result.report.near_misses)
+
+
+# Tags
+
+
+def test_fused_operator_may_be_captured_in_cuda_graphs():
+    from rope_fusion.kernels import rope_qkv  # noqa: F401
+
+    tags = torch.ops.rope_fusion.rope_qkv.default.tags
+    assert torch.Tag.cudagraph_unsafe not in tags
+    assert torch.Tag.data_dependent_output not in tags
+    assert torch.Tag.dynamic_output_shape not in tags
+
+
+assert set(FP8_KINDS) | {"auto"} == set(KINDS)
+assert TOKENS == 6
