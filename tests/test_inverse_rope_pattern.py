@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rope_fusion.kernels.rotation import too_small
 from rope_fusion.testing import assert_hits
 
 TOKENS, HEADS, WIDTH, ROTARY, ROWS = 6, 4, 32, 8, 40
@@ -328,6 +329,14 @@ def test_a_forward_rotation_of_the_whole_head_is_left_to_inductor_which_is_said(
     o, positions, cache = inputs()
     report = assert_hits(forward, (o[..., :ROTARY], positions, cache), {}, options=OPTIONS)
     assert "the whole head is rotated" in report.table()
+
+
+def test_copies_too_small_to_pay_stay_with_inductor_on_a_gpu_alone() -> None:
+    small, large = (torch.empty(1, 1, heads, 512, device="meta") for heads in (16, 32))
+    assert "8192 elements" in (too_small(small, None) or "")
+    assert too_small(large, small) == too_small(small)
+    assert too_small(large, None) is None
+    assert too_small(torch.empty(1, 1, 1, 8)) is None  # on a CPU only the reference runs, on demand
 
 
 def test_another_use_of_the_untouched_clone_keeps_its_value() -> None:

@@ -122,7 +122,8 @@ class Canonicaliser:
         """Emit `kv_write` for every cache write and, if `rotations`, `rotary_qk` and `quantize_fp8`."""
         oriented = self._orient() if rotations else {}
         write_of = self._write_of
-        for write in (*self._findings.writes, *self._findings.layer_writes):
+        writes: list[CacheWrite | LayerWrite] = [*self._findings.writes, *self._findings.layer_writes]
+        for write in writes:
             source = self._rotation_of_value(write, oriented)
             if source is not None:
                 write_of[source] = write
@@ -456,7 +457,14 @@ class Canonicaliser:
 
     def _only_leads_to(self, result: Node, write: CacheWrite) -> bool:
         """Whether the whole cache after one write is used for nothing but the next write into it."""
-        return all(user in write.nodes or user is write.node for user in self._users[result])
+
+        def within(user: Node) -> bool:
+            if user in write.nodes:
+                return True
+            parts = self._users[user]
+            return user.target is aten.unbind.int and bool(parts) and all(map(within, parts))
+
+        return all(map(within, self._users[result]))
 
     def _pairs(self, a: CacheWrite, b: CacheWrite) -> bool:
         def same(x: Node | int | None, y: Node | int | None) -> bool:
@@ -680,7 +688,7 @@ def _narrowed(rotation: Rotation, findings: Findings) -> Rotation:
     dtypes = [node.meta["val"].dtype for node in (rotation.x, out, narrow)]
     if dtypes[:2] != [torch.float32] * 2 or dtypes[2] not in (torch.bfloat16, torch.float16):
         return rotation
-    writes = (*findings.writes, *findings.layer_writes)
+    writes: list[CacheWrite | LayerWrite] = [*findings.writes, *findings.layer_writes]
     for node in (*(q.x for q in findings.quantisations), *(write.value for write in writes)):
         for _ in range(16):
             if node in (out, narrow):
