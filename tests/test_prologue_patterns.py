@@ -184,7 +184,7 @@ def scatter_write(cache, x, slots):
 
 
 @pytest.mark.parametrize("write", [view_write, pair_write, copy_write, scatter_write])
-@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("joint", ["", "select", "unbind"])
 def test_every_spelling_of_the_write_fuses(write, joint):
     a = arguments()
     pages = torch.zeros(2, 6, 4, KV_HEADS, DIM, dtype=torch.bfloat16)
@@ -193,7 +193,9 @@ def test_every_spelling_of_the_write_fuses(write, joint):
     def program(kw):
         cos, sin = kw["table"][kw["positions"]].chunk(2, -1)
         q, k = rope_half(kw["q"], cos, sin), rope_half(kw["k"], cos, sin)
-        k_cache, v_cache = (kw["k_cache"][0], kw["k_cache"][1]) if joint else (kw["k_cache"], kw["v_cache"])
+        k_cache, v_cache = kw["k_cache"], kw.get("v_cache")
+        if joint:
+            k_cache, v_cache = k_cache.unbind(0) if joint == "unbind" else (k_cache[0], k_cache[1])
         write(k_cache, k, kw["slots"])
         write(v_cache, kw["v"], kw["slots"])
         return to_fp8(q, kw["scale"]).float(), k_cache.float().sum() + v_cache.float().sum()
