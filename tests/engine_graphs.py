@@ -45,7 +45,9 @@ class Compiled:
 
     def count(self, target: str) -> int:
         """How many nodes of the final graph call `target`, functionalised calls included."""
-        return sum(target in (str(node.target), *map(str, node.args[:1])) for node in self.lowered.nodes)
+        return sum(
+            any(target in text for text in (str(node.target), *map(str, node.args[:1]))) for node in self.lowered.nodes
+        )
 
     def calls(self) -> list[str]:
         return [str(node.target) for node in self.lowered.nodes if node.op == "call_function"]

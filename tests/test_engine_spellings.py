@@ -491,7 +491,8 @@ def test_layer_that_stays_reads_as_before_beside_one_that_fuses(form):
 
     result = check(model, list(arguments().values()), {"rope_kv": 1}, **form_settings(form))
     assert result.count("_C.rotary_embedding") == 1
-    assert "clone" not in " ".join(result.calls())
+    untouched = compiled(model, *arguments().values(), max_tokens=0, **form_settings(form))
+    assert result.count("clone") <= untouched.count("clone")  # v1 clones what it rotates, with or without us
 
 
 # Other engines
