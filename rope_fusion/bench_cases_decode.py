@@ -6,6 +6,7 @@ weights; every variant has the same attention kernel.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ SHAPES = (
 )
 
 
+MODELS = tuple(shape.name for shape in SHAPES)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """Medians of CUDA-graph replays, in µs per step, and kernels per step."""
@@ -59,6 +63,9 @@ class Measurement:
 
 class Layer(nn.Module):
     """Norm, packed qkv, RoPE, cache write, attention, MLP."""
+
+    k_cache: Tensor
+    v_cache: Tensor
 
     def __init__(self, shape: Shape, batch: int, write_view: bool) -> None:
         super().__init__()
@@ -118,6 +125,12 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x, *shared)
         return x
+
+    def write_through_view(self, view: bool) -> None:
+        """Choose the spelling of the cache write."""
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            layer.write_view = view
 
 
 def make(shape: Shape, batch: int, write_view: bool) -> Stack:
@@ -188,7 +201,7 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> int:
 
 def measure(shape: Shape, batch: int) -> Measurement:
     arguments = inputs(shape, batch)
-    variants = {
+    variants: dict[str, tuple[bool, Callable[[Stack], Callable[..., Tensor]]]] = {
         "inductor_view": (True, lambda model: torch.compile(model, dynamic=False)),
         "inductor_direct": (False, lambda model: torch.compile(model, dynamic=False)),
         "rope_fusion": (
@@ -201,22 +214,22 @@ def measure(shape: Shape, batch: int) -> Measurement:
     with torch.no_grad():
         for write_view, compile_it in variants.values():
             torch.compiler.reset()
-            for layer in model.layers:
-                layer.write_view = write_view
+            model.write_through_view(write_view)
             compiled = compile_it(model)
             with rope_fusion.record() as report:
-                graph, out = captured(lambda compiled=compiled: compiled(*arguments))
+                graph, out = captured(functools.partial(compiled, *arguments))
             graphs.append(graph)
             outs.append(out)
             hits = report.hits
         times = replay_us(graphs)
         error = ((outs[2].float() - outs[1].float()).norm() / outs[1].float().norm()).item()
         counts = [kernels_of(graph) for graph in graphs]
-    return Measurement(shape.name, batch, *times, counts[1], counts[2], error, hits)
+    view, direct, fused = times
+    return Measurement(shape.name, batch, view, direct, fused, counts[1], counts[2], error, hits)
 
 
 def benchmark(
-    device: str = "cuda", batches: Sequence[int] = (1, 16, 64), models: Sequence[str] = tuple(s.name for s in SHAPES)
+    device: str = "cuda", batches: Sequence[int] = (1, 16, 64), models: Sequence[str] = MODELS
 ) -> list[Measurement]:
     """Measure every shape at every batch size.
 

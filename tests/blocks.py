@@ -30,6 +30,12 @@ def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
 class GptOssAttention(nn.Module):
     """Packed qkv, neox RoPE gathered by positions, static FP8 q, paged cache written through a view."""
 
+    k_cache: Tensor
+    v_cache: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
     def __init__(
         self,
         hidden: int = 64,

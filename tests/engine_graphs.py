@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import Tensor
 from torch._inductor import compile_fx, config
 from torch._inductor.virtualized import V
@@ -57,7 +57,7 @@ def compiled(
     function: Callable[..., Any],
     *args: Any,
     v2: bool = True,
-    dynamic: bool = False,
+    dynamic: bool | None = False,
     transform: Callable[[Graph], None] | None = None,
     **options: Any,
 ) -> Compiled:
@@ -76,7 +76,7 @@ def compiled(
         graph.lint()
         texts.append(graph_to_text(graph))
 
-    def inner(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    def inner(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
         fake_mode = detect_fake_mode([node.meta["val"] for node in gm.graph.nodes if "val" in node.meta])
         compile_fx.view_to_reshape(gm)
         with V.set_fake_mode(fake_mode), config.patch(post_grad_custom_pre_pass=run_pass):

@@ -56,8 +56,9 @@ def test_a_chain_of_views_is_followed_and_arithmetic_is_not():
     flat.meta["val"] = torch.empty(10, 12)
     doubled = graph.call_function(aten.mul.Tensor, (flat, 2))
     doubled.meta["val"] = torch.empty(10, 12)
-    dims = atoms_of((2, 3, 5, 4), "bhsd")
-    dims = through_view(permuted, dims)
-    dims = through_view(flat, dims)
+    before = through_view(permuted, atoms_of((2, 3, 5, 4), "bhsd"))
+    assert before is not None
+    dims = through_view(flat, before)
+    assert dims is not None
     assert [[atom.name for atom in dim] for dim in dims] == [["b", "s"], ["h", "d"]]
     assert through_view(doubled, dims) is None

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch._inductor import compile_fx, config
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
@@ -70,9 +70,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 # DeepSeek-V3 rotates part of q, and concatenates the rotated part of k with the rest before it is cached.
-FUSED = dict.fromkeys(FAMILIES, {"rope_kv": LAYERS}) | {"DeepseekV3": {"partial_rope": LAYERS}}
+FUSED: dict[str, dict[str, int]] = {
+    **{name: {"rope_kv": LAYERS} for name in FAMILIES},
+    "DeepseekV3": {"partial_rope": LAYERS},
+}
 # torch has no grouped matrix product in float64, which the experts of GPT-OSS take
-WIDE = {name: torch.float64 for name in FAMILIES} | {"GptOss": torch.float32}
+WIDE = {**dict.fromkeys(FAMILIES, torch.float64), "GptOss": torch.float32}
 
 
 def tiny_model(family: str, dtype: torch.dtype) -> Any:

@@ -149,7 +149,8 @@ class _Reader:
             found = self._read(source, rank, depth)
             return Columns(found.source, found.index, -found.sign) if found else None
         if target is aten.slice.Tensor:
-            dim, start, end, step = [*node.args[1:], *[0, None, None, 1][len(node.args) - 1 :]]
+            given: list[Any] = [*node.args[1:], *[0, None, None, 1][len(node.args) - 1 :]]
+            dim, start, end, step = given
             bounds = (start, end, step)
             known = all(isinstance(bound, (int, type(None))) for bound in bounds)
             return self._cut(source, dim, slice(*bounds), rank, depth) if known else None

@@ -70,11 +70,11 @@ def cos_sin_operands(
             cos_table = emitter.columns(cos_gather.table, cos_gather.offset, width)
             sin_table = emitter.columns(sin_gather.table, sin_gather.offset, width)
             return CosSinOperands(cos_table, sin_table, positions, negated)
-    rows = (
+    cos_rows, sin_rows = (
         _rows(emitter, operand, angle_roles(original.node, operand.node, roles), width, keep_rounding)
         for operand, original in ((cos, rotation.cos), (sin, rotation.sin))
     )
-    return CosSinOperands(*rows, None, negated)
+    return CosSinOperands(cos_rows, sin_rows, None, negated)
 
 
 def _gather(operand: CosSin, keep_rounding: bool) -> _Gather | None:
@@ -160,7 +160,7 @@ def _slice_offset(node: Node) -> int | None:
     source, dim, start, _end, step = (*node.args, *(None,) * 5)[:5]
     assert isinstance(source, Node)
     rank = source.meta["val"].dim()
-    if (dim or 0) % rank != rank - 1 or step not in (None, 1):  # type: ignore[operator]
+    if (dim or 0) % rank != rank - 1 or step not in (None, 1):
         return None
     width = source.meta["val"].shape[-1]
     start = 0 if start is None else start
@@ -179,14 +179,14 @@ def _split_offset(node: Node) -> int | None:
     source, sizes, dim = (*split.args, 0)[:3]
     assert isinstance(source, Node)
     rank = source.meta["val"].dim()
-    if dim % rank != rank - 1:  # type: ignore[operator]
+    if dim % rank != rank - 1:
         return None
     if index < 0:
         index += len(split.meta["val"])
     if isinstance(sizes, int):
         return sizes * index
     if isinstance(sizes, (list, tuple)) and all(isinstance(size, int) for size in sizes):
-        return sum(sizes[:index])  # type: ignore[arg-type]
+        return sum(sizes[:index])
     return None
 
 

@@ -124,7 +124,7 @@ def through_view(node: Node, dims: Dims) -> Dims | None:
         order[first], order[second] = order[second], order[first]  # type: ignore[index]
         return tuple(dims[d] for d in order)
     if target is aten.unsqueeze.default:
-        at = node.args[1] % (len(dims) + 1)  # type: ignore[operator]
+        at: Any = node.args[1] % (len(dims) + 1)  # type: ignore[operator]
         return (*dims[:at], (), *dims[at:])
     if target in (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
         return regroup(dims, shape)

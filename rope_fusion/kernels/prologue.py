@@ -40,43 +40,43 @@ def call_prologue(
     rope = RotaryAttributes.decode(rotary)
     q_fp8 = QuantAttributes.decode(quant) if quant is not None else None
     write = KvWriteAttributes.decode(kv) if kv is not None else None
-    arguments = dict(
-        q=q,
-        k=k,
-        v=v,
-        cos=cos,
-        sin=sin,
-        positions=positions,
-        slots=slots,
-        slot_offsets=slot_offsets,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        interleaved=rope.interleaved,
-        inverse=rope.inverse,
-        halves_out=rope.halves_out,
-        rotary_dim=rope.rotary_dim,
-        rotary_start=rope.start,
-        q_fp8=q_fp8.dtype if q_fp8 else None,
-        kv_fp8=write.kv_fp8 if write else None,
-        q_scale_value=q_fp8.scale_value if q_fp8 else 1.0,
-        k_scale_value=write.k_scale_value if write else 1.0,
-        v_scale_value=write.v_scale_value if write else 1.0,
-        q_scale_multiplies=q_fp8.multiplies if q_fp8 else False,
-        kv_scale_multiplies=write.scale_multiplies if write else False,
-        k_layout=write.k_layout if write else "",
-        v_layout=write.v_layout if write else "",
-        skip_negative_slots=write.skip_negative_slots if write else False,
-        math_dtype=rope.math_dtype,
-        out_dtype=rope.out_dtype,
-        exact=rope.exact,
-        need_q=True,
-        need_k=k is not None,
-    )
+    arguments: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cos": cos,
+        "sin": sin,
+        "positions": positions,
+        "slots": slots,
+        "slot_offsets": slot_offsets,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "interleaved": rope.interleaved,
+        "inverse": rope.inverse,
+        "halves_out": rope.halves_out,
+        "rotary_dim": rope.rotary_dim,
+        "rotary_start": rope.start,
+        "q_fp8": q_fp8.dtype if q_fp8 else None,
+        "kv_fp8": write.kv_fp8 if write else None,
+        "q_scale_value": q_fp8.scale_value if q_fp8 else 1.0,
+        "k_scale_value": write.k_scale_value if write else 1.0,
+        "v_scale_value": write.v_scale_value if write else 1.0,
+        "q_scale_multiplies": q_fp8.multiplies if q_fp8 else False,
+        "kv_scale_multiplies": write.scale_multiplies if write else False,
+        "k_layout": write.k_layout if write else "",
+        "v_layout": write.v_layout if write else "",
+        "skip_negative_slots": write.skip_negative_slots if write else False,
+        "math_dtype": rope.math_dtype,
+        "out_dtype": rope.out_dtype,
+        "exact": rope.exact,
+        "need_q": True,
+        "need_k": k is not None,
+    }
     operator = torch.ops.rope_fusion.rope_qkv.default
     if write is None:
         return operator(**arguments, k_cache=None, v_cache=None)
-    result = auto_functionalized(operator, **arguments, k_cache=k_cache, v_cache=v_cache)
+    result: Any = auto_functionalized(operator, **arguments, k_cache=k_cache, v_cache=v_cache)
     q_rot, k_rot, q8, new_k, new_v = result
     return q_rot, k_rot, q8, new_k, new_v if v_cache is not None else new_k
 
