@@ -65,7 +65,7 @@ def test_gates_answer_nothing_or_a_sentence(entry):
             if device == "cuda" and kernels == "auto" and not torch.cuda.is_available():
                 continue  # there a gate asks the device
             verdict = entry.verdict(GateContext(torch.device(device), kernels))
-            assert verdict is None or (verdict[0].islower() or verdict[0].isupper()) and " " in verdict
+            assert verdict is None or ((verdict[0].islower() or verdict[0].isupper()) and " " in verdict)
 
 
 def test_refusals_are_asked_by_argument_name(entry):
