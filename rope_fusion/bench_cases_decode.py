@@ -80,12 +80,13 @@ class Layer(nn.Module):
 
     def store(self, cache: Tensor, x: Tensor, slots: Tensor, scale: Tensor) -> None:
         if self.shape.fp8:
-            x = (x.float() / scale).clamp(-448, 448).to(FP8).view(torch.uint8)
-            cache = cache.view(torch.uint8)
-        if self.write_view:
-            cache.view(-1, *cache.shape[2:])[slots] = x
-        else:
+            x = (x.float() / scale).clamp(-448, 448).to(FP8)
+        if not self.write_view:
             cache[slots // PAGE, slots % PAGE] = x
+        elif self.shape.fp8:
+            cache.view(torch.uint8).view(-1, *cache.shape[2:])[slots] = x.view(torch.uint8)
+        else:
+            cache.view(-1, *cache.shape[2:])[slots] = x
 
     def forward(
         self, x: Tensor, table: Tensor, positions: Tensor, slots: Tensor, length: Tensor, scale: Tensor
