@@ -23,13 +23,15 @@ from rope_fusion.canonical.functional import (
     SPLITS,
     VIEWS,
     CallReader,
+    Functionalised,
     InPlaceCall,
+    OrderOfEffects,
     Region,
     functional_target,
     functionalise,
+    root_of,
     size_arguments,
     view_steps,
-    viewed,
 )
 from rope_fusion.canonical.layer_writes import known_layer
 from rope_fusion.canonical.layout import equal, is_one
@@ -55,17 +57,28 @@ class EngineFindings:
     near_misses: list[str] = field(default_factory=list)
     _outputs: dict[Node, list[Node]] = field(default_factory=dict)  # call -> values that take over what it made
     _reader: CallReader | None = None
-    _raw: list[Node] = field(default_factory=list)
+    _in_place: Functionalised = field(default_factory=Functionalised)
+    _order: OrderOfEffects | None = None
 
     def finish(self, graph: Graph) -> None:
         """After a fusion: where a call stays, values are read as they were before."""
+
+        def stays(call: Node) -> bool:
+            return call not in self._outputs or any(out.users for out in self._outputs[call])
+
         if self._reader is not None:
-            outputs = self._outputs
-            self._reader.read_through.undo(graph, lambda call: any(out.users for out in outputs.get(call, ())))
+            self._reader.read_through.undo(graph, stays)
+        self._in_place.give_back(graph, stays)
 
     def erase_replaced(self, graph: Graph) -> None:
-        """Erase the in-place calls that functional ones replace. Not to be taken back."""
-        for node in self._raw:
+        """Erase the in-place calls that fused ones replace. Not to be taken back, and hence done last.
+
+        Raises:
+            RuntimeError: a node has moved to the other side of an in-place call whose tensor it reads.
+        """
+        if self._order is not None and (sentence := self._order.broken(graph, self._in_place.functional)) is not None:
+            raise RuntimeError(sentence)
+        for node in self._in_place.functional:
             graph.erase_node(node)
 
 
@@ -102,8 +115,9 @@ class _Finder:
 
     def run(self) -> EngineFindings:
         mutable = {target for target in self._targets if target._schema.is_mutable}
+        self._found._order = OrderOfEffects(self._graph)
         raw = functionalise(self._graph, self._emit, mutable)
-        self._found._raw = raw.replaced
+        self._found._in_place = raw
         self._found.near_misses += raw.refusals
         reader = self._found._reader = CallReader(self._graph, self._emit, self._fake_mode, mutable)
         calls = reader.read()
@@ -483,7 +497,7 @@ class _Finder:
                 results[name] = (base, call.after[name])
             else:
                 new, scatter = self._written_into(call.after[name], base, call.before[name])
-                if scatter is not None and _root(scatter.args[0]) is not base:
+                if scatter is not None and root_of(scatter.args[0]) is not base:
                     raise _Refused(f"its {name} is written more than once")
                 results[name] = (base, new)
         return results
@@ -498,9 +512,9 @@ class _Finder:
             new = call.new_base[last]
         else:
             scatters = {name: self._scatter(call.after[name]) for name in bases}
-            if _root(scatters[first].args[0]) is scatters[last]:
+            if root_of(scatters[first].args[0]) is scatters[last]:
                 first, last = last, first
-            if _root(scatters[first].args[0]) is not base or _root(scatters[last].args[0]) is not scatters[first]:
+            if root_of(scatters[first].args[0]) is not base or root_of(scatters[last].args[0]) is not scatters[first]:
                 raise _Refused("its writes to one buffer do not follow one another")
             node = scatters[first]
             while node is not scatters[last]:
@@ -572,13 +586,6 @@ class _Finder:
                 fused_by_engine=fused_by_engine,
             )
         )
-
-
-def _root(node: Any) -> Node:
-    """What `node` is a view of, through views of views."""
-    while (source := viewed(node)) is not None:
-        node = source
-    return node
 
 
 def _layout_in(base: torch.Tensor, region: Region, axes: str) -> str | None:

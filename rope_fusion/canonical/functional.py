@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,20 +160,21 @@ class _Patch:
 class ReadThrough:
     """Substitutions of one value by an equal one that is read more directly, by the call that made them possible."""
 
-    made: list[tuple[Node, Node, Node]] = field(default_factory=list)  # owner, old, new
+    made: list[tuple[Node, Node, Node, set[Node]]] = field(default_factory=list)  # call, old, new, readers
 
-    def substitute(self, owner: Node, old: Node, new: Node, only: Callable[[Node], bool] = lambda user: True) -> None:
-        old.replace_all_uses_with(new, delete_user_cb=only)
-        self.made.append((owner, old, new))
+    def substitute(self, call: Node, old: Node, new: Node, only: Callable[[Node], bool] = lambda user: True) -> None:
+        readers = {user for user in old.users if only(user)}
+        old.replace_all_uses_with(new, delete_user_cb=readers.__contains__)
+        self.made.append((call, old, new, readers))
 
     def undo(self, graph: Graph, stays: Callable[[Node], bool]) -> None:
         """Give readers back what they read, where the call stays in the graph."""
         alive = set(graph.nodes)
-        for owner, old, new in reversed(self.made):
-            if owner in alive and old in alive and new in alive and stays(owner):
-                users = {user for user in new.users if user is not old}
-                if users and not _computed_from(old, list(users)):
-                    new.replace_all_uses_with(old, delete_user_cb=users.__contains__)
+        for call, old, new, readers in reversed(self.made):
+            if {call, old, new} <= alive and stays(call):
+                present = [user for user in new.users if user in readers]
+                if present and not _computed_from(old, present):
+                    new.replace_all_uses_with(old, delete_user_cb=readers.__contains__)
 
 
 def written_arguments(target: torch._ops.OpOverload) -> list[str]:
@@ -337,7 +338,7 @@ class CallReader:
             for name in names:
                 path = view_steps(call.base[name], call.before[name])
                 whole = _written_back(self._emit, path, whole, call.after[name])
-            self.read_through.substitute(call.node, new, whole, lambda user: user in readers)
+            self.read_through.substitute(call.node, new, whole, set(readers).__contains__)
 
     def _scatter_patch(self, node: Node, owners: set[Node]) -> _Patch | None:
         """What a scatter writes, when it is a value that one of the calls `owners` made."""
@@ -472,10 +473,87 @@ def region_of(shape: Sequence[Any], steps: Sequence[tuple[Any, ...]], fake_mode:
 
 @dataclass
 class Functionalised:
-    """What `functionalise` did: the in-place calls that functional ones replace, and why others were left alone."""
+    """What `functionalise` did: which functional calls stand for which in-place ones, and why others were left alone."""
 
-    replaced: list[Node] = field(default_factory=list)
+    functional: dict[Node, Node] = field(default_factory=dict)  # in-place call -> its functional one
     refusals: list[str] = field(default_factory=list)
+    _roots: dict[Node, set[Node]] = field(default_factory=dict)  # in-place call -> tensors that it writes
+    _values: list[tuple[Node, Node, Node]] = field(default_factory=list)  # call, value after it, what held it in place
+    _copies: dict[Node, Node] = field(default_factory=dict)  # tensor -> the copy back into it
+
+    def give_back(self, graph: Graph, stays: Callable[[Node], bool]) -> None:
+        """Let calls that were not fused work in place again, unless a tensor of theirs is also written by one that was."""
+        left = {call for call, functional in self.functional.items() if stays(functional)}
+        while True:
+            fused = {root for call in self.functional if call not in left for root in self._roots[call]}
+            shared = {call for call in left if self._roots[call] & fused}
+            if not shared:
+                break
+            left -= shared
+        for call, value, held in reversed(self._values):
+            if call in left:
+                value.replace_all_uses_with(held)
+        for call in left:
+            for root in self._roots[call]:
+                if (copy := self._copies.pop(root, None)) is not None:
+                    graph.erase_node(copy)
+            del self.functional[call]
+
+
+class OrderOfEffects:
+    """Which nodes stand before and after the in-place calls of a graph that touch the same tensors.
+
+    No edge of the graph expresses that order, so a pass that moves nodes has to compare afterwards.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._place = {node: at for at, node in enumerate(graph.nodes)}
+        self._calls = [node for node in graph.nodes if _works_in_place(node)]
+
+    def broken(self, graph: Graph, replaced: Container[Node] = ()) -> str | None:
+        """A sentence if some node now reads a tensor on the other side of an in-place call, else None."""
+        calls = [call for call in self._calls if call not in replaced]
+        if not calls:
+            return None
+        alive = {node: at for at, node in enumerate(graph.nodes)}
+        live: set[Node] = set()
+        for node in reversed(graph.nodes):
+            if node not in replaced and (node in live or node.is_impure()):
+                live.update((node, *node.all_input_nodes))
+        for call in calls:
+            roots = {root_of(node) for node in _written(call)}
+            for node in live:
+                if node is call or viewed(node) is not None or node.target in SPLITS:
+                    continue
+                if not any(root_of(source) in roots for source in node.all_input_nodes):
+                    continue
+                known = node in self._place
+                if not known or (self._place[node] < self._place[call]) != (alive[node] < alive[call]):
+                    return f"{node.name} reads what {call.name} writes in place, and their order could not be kept"
+        return None
+
+
+def _works_in_place(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return (
+        node.op == "call_function"
+        and schema is not None
+        and schema.is_mutable
+        and node.target is not aten.copy_.default  # the copy back into an input, which comes last
+    )
+
+
+def _written(node: Node) -> list[Node]:
+    arguments = _bind(node)
+    names = written_arguments(node.target)  # type: ignore[arg-type]
+    return [arguments[name] for name in names if isinstance(arguments.get(name), Node)]
+
+
+def root_of(node: Node) -> Node:
+    """What `node` is a view of, through views of views."""
+    while (source := viewed(node)) is not None:
+        node = source
+    return node
 
 
 def functionalise(graph: Graph, emitter: Emitter, targets: Collection[torch._ops.OpOverload]) -> Functionalised:
@@ -493,24 +571,20 @@ class _Functionaliser:
         self._emit = emitter
         self._nodes = list(graph.nodes)
         self._calls = [node for node in self._nodes if is_raw_call(node, targets)]
-        self._source: dict[Node, Node] = {}  # view -> what it is a view of (through a split)
         self._state: dict[Node, Node] = {}  # root -> its value now
+        self._maker: dict[Node, Node] = {}  # value of a root -> the call that made it
         self._seen: dict[tuple[Node, Node], Node] = {}
         self._result = Functionalised()
 
     def run(self) -> Functionalised:
         if not self._calls:
             return self._result
-        for node in self._nodes:
-            source = viewed(node)
-            if source is not None:
-                self._source[node] = source
         calls = self._safe_calls()
-        roots = {self._root(node) for call in calls for node in self._written(call)}
+        roots = {root_of(node) for call in calls for node in _written(call)}
         for node in self._nodes:
             if node in calls:
                 self._replace(node)
-            elif node not in self._source and self._root(node) is node and node.target not in SPLITS:
+            elif viewed(node) is None and node.target not in SPLITS:
                 self._redirect(node, roots)
         output = next(node for node in self._nodes if node.op == "output")
         for root in roots:
@@ -518,19 +592,8 @@ class _Functionaliser:
                 with self._graph.inserting_before(output):
                     copy = self._graph.call_function(aten.copy_.default, (root, self._state[root]))
                     copy.meta["val"] = root.meta["val"]
-        self._result.replaced = calls
+                    self._result._copies[root] = copy
         return self._result
-
-    def _root(self, node: Node) -> Node:
-        while node in self._source:
-            node = self._source[node]
-        return node
-
-    @staticmethod
-    def _written(node: Node) -> list[Node]:
-        arguments = _bind(node)
-        names = written_arguments(node.target)  # type: ignore[arg-type]
-        return [arguments[name] for name in names if isinstance(arguments.get(name), Node)]
 
     def _safe_calls(self) -> list[Node]:
         """The calls none of whose written tensors is written by anything else in place."""
@@ -538,45 +601,51 @@ class _Functionaliser:
         for node in self._nodes:
             schema = getattr(node.target, "_schema", None)
             if node.op == "call_function" and schema is not None and schema.is_mutable and node not in self._calls:
-                for written in self._written(node):
-                    shared[self._root(written)] = node
+                for written in _written(node):
+                    shared[root_of(written)] = node
         calls = list(self._calls)
         while True:
-            refused = [call for call in calls if any(self._root(w) in shared for w in self._written(call))]
+            refused = [call for call in calls if any(root_of(w) in shared for w in _written(call))]
             if not refused:
                 return calls
             for call in refused:
-                tensors = [self._root(w) for w in self._written(call)]
+                tensors = [root_of(w) for w in _written(call)]
                 other = next(shared[root] for root in tensors if root in shared)
                 self._result.refusals.append(f"{call.name} works in place on a tensor that {other.name} writes too")
                 calls.remove(call)
-                shared.update({root: call for root in tensors})
+                shared.update(dict.fromkeys(tensors, call))
 
     def _replace(self, call: Node) -> None:
         target: Any = call.target
         arguments = _with_defaults(target, _bind(call))
         current = torch.fx.map_arg(arguments, self._current)
         functional = self._emit.call(auto_functionalized, target, **current)
+        self._result.functional[call] = functional
+        self._result._roots[call] = {root_of(node) for node in _written(call)}
         returned = len(target._schema.returns)
         for index, name in enumerate(written_arguments(target)):
             if isinstance(arguments.get(name), Node):
                 value = self._emit.call(operator.getitem, functional, max(returned, 1) + index)
-                root = self._root(arguments[name])
+                root = root_of(arguments[name])
                 self._state[root] = _written_back(
                     self._emit, view_steps(root, arguments[name]), self._current(root), value
                 )
+                self._maker[self._state[root]] = call
+                self._result._values.append((call, self._state[root], root))
         if returned == 1:
-            call.replace_all_uses_with(self._emit.call(operator.getitem, functional, 0))
+            result = self._emit.call(operator.getitem, functional, 0)
+            call.replace_all_uses_with(result)
+            self._result._values.append((call, result, call))
 
     def _redirect(self, node: Node, roots: set[Node]) -> None:
         """Make a reader of the written tensors read their values of now."""
-        if node.op == "placeholder" or not any(self._root(source) in roots for source in node.all_input_nodes):
+        if node.op == "placeholder" or not any(root_of(source) in roots for source in node.all_input_nodes):
             return
         node.args = torch.fx.map_arg(node.args, self._current)
         node.kwargs = torch.fx.map_arg(node.kwargs, self._current)
 
     def _current(self, node: Node) -> Node:
-        root = self._root(node)
+        root = root_of(node)
         state = self._state.get(root, root)
         if state is root:
             return node
@@ -584,6 +653,7 @@ class _Functionaliser:
             return state
         if (node, state) not in self._seen:
             self._seen[node, state] = _replay(self._emit, view_steps(root, node), state)
+            self._result._values.append((self._maker[state], self._seen[node, state], node))
         return self._seen[node, state]
 
 
