@@ -209,22 +209,21 @@ def _layouts(attention: Any, cache: Tensor) -> tuple[str, str] | None:
     if cache.dim() == 4 and cache.shape[1] == heads and cache.shape[3] == dim + v_dim:
         return f"n h p d[0:{dim}]", f"n h p d[{dim}:{dim + v_dim}]"
     if cache.dim() == 5 and dim == v_dim and tuple(cache.shape[3:]) == (heads, dim):
-        return _parted(attention, heads, dim)
+        return _parted(attention)
     return None
 
 
-def _parted(attention: Any, heads: int, dim: int) -> tuple[str, str] | None:
-    """Older caches, with a dim of two for K and V: the backend says which, asked with sizes that cannot be mistaken."""
+def _parted(attention: Any) -> tuple[str, str] | None:
+    """Older caches, with a dim of two for K and V: the backend says which, asked for sizes that cannot be mistaken."""
     shape_of = getattr(getattr(attention, "attn_backend", None), "get_kv_cache_shape", None)
     if shape_of is None:
         return None
-    blocks, page = 1009, 4096
-    names = {blocks: "n", page: "p", heads: "h", dim: "d"}
-    shape = tuple(shape_of(blocks, page, heads, dim))
-    if len(shape) != 5 or shape.count(2) != 1 or len({blocks, page, heads, dim, 2}) != 5:
+    names = {1009: "n", 4096: "p", 1013: "h", 1024: "d"}
+    shape = tuple(shape_of(*names))
+    if sorted(shape) != sorted((2, *names)):
         return None
-    k, v = (" ".join(str(part) if size == 2 else names.get(size, "?") for size in shape) for part in (0, 1))
-    return None if "?" in k else (k, v)
+    k, v = (" ".join(str(part) if size == 2 else names[size] for size in shape) for part in (0, 1))
+    return k, v
 
 
 def _store_through_engine(layer: Any) -> Callable[[Tensor, Tensor], None]:

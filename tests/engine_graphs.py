@@ -45,9 +45,11 @@ class Compiled:
 
     def count(self, target: str) -> int:
         """How many nodes of the final graph call `target`, functionalised calls included."""
-        return sum(
-            any(target in text for text in (str(node.target), *map(str, node.args[:1]))) for node in self.lowered.nodes
-        )
+        operators = [
+            node.args[0] if node.args and isinstance(node.args[0], torch._ops.OpOverload) else node.target
+            for node in self.lowered.nodes
+        ]
+        return sum(target in str(operator) for operator in operators)
 
     def calls(self) -> list[str]:
         return [str(node.target) for node in self.lowered.nodes if node.op == "call_function"]
