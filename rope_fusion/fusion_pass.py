@@ -24,6 +24,7 @@ from rope_fusion.canonical.canonicalise import Canonicaliser, Findings, restore
 from rope_fusion.canonical.emitter import Emitter
 from rope_fusion.canonical.engine_ops import find_engine_ops
 from rope_fusion.canonical.fp8 import find_fp8_quantisations
+from rope_fusion.canonical.fp8_groups import find_group_quantisations
 from rope_fusion.canonical.kv_cache import find_cache_writes
 from rope_fusion.canonical.layer_writes import finish_layer_writes
 from rope_fusion.canonical.operators import CANONICAL, rotary_qk
@@ -95,9 +96,10 @@ class FusionPass(CustomGraphPass):
         rotations = find_rotations(graph)
         for sentence in explain_near_misses(graph, rotations):
             report.near_miss(sentence)
-        quantisations, quant_refusals = find_fp8_quantisations(graph)
+        group_quantisations, group_refusals, settled = find_group_quantisations(graph)
+        quantisations, quant_refusals = find_fp8_quantisations(graph, settled)
         writes, write_refusals = find_cache_writes(graph, {write.node for write in engine.writes})
-        for sentence in (*engine.near_misses, *quant_refusals, *write_refusals):
+        for sentence in (*engine.near_misses, *group_refusals, *quant_refusals, *write_refusals):
             report.near_miss(sentence)
         rotations, quantisations = rotations + engine.rotations, quantisations + engine.quantisations
         writes = writes + engine.writes
@@ -111,7 +113,7 @@ class FusionPass(CustomGraphPass):
         hits = 0
         # What a pattern over rotations left is canonicalised anew for those without, as plain tensors.
         for over_rotations, group in itertools.groupby(runners, key=lambda runner: rotary_qk in runner.targets):
-            findings = Findings(rotations, quantisations, writes, engine.layer_writes)
+            findings = Findings(rotations, quantisations, writes, engine.layer_writes, group_quantisations)
             canonicaliser = Canonicaliser(graph, emitter, findings, exact)
             result = canonicaliser.run(rotations=over_rotations)
             for sentence in result.near_misses:

@@ -61,6 +61,16 @@ class QuantAttributes(Attributes):
 
 
 @dataclass(frozen=True)
+class GroupQuantAttributes(Attributes):
+    """How `quantize_group_fp8` quantises: see `records.GroupQuantisation`."""
+
+    dtype: torch.dtype
+    size: int
+    min_amax: float
+    power_of_two: bool
+
+
+@dataclass(frozen=True)
 class KvWriteAttributes(Attributes):
     """Where and how `kv_write` stores: cache layouts as in docs/architecture.md; `kv_fp8` None stores by a plain cast."""
 

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from rope_fusion._torch import REINPLACES_THROUGH_VIEWS
 from rope_fusion.canonical.attributes import (
+    GroupQuantAttributes,
     KvWriteAttributes,
     LayerWriteAttributes,
     QuantAttributes,
@@ -23,6 +24,7 @@ from rope_fusion.canonical.cache_in_place import is_already_in_place
 from rope_fusion.canonical.cache_views import climb
 from rope_fusion.canonical.cos_sin import CosSinOperands, cos_sin_operands
 from rope_fusion.canonical.emitter import Emitter
+from rope_fusion.canonical.fp8_groups import unmoved_source
 from rope_fusion.canonical.layout import (
     CANONICAL_ROLES,
     VIEW_TARGETS,
@@ -34,8 +36,8 @@ from rope_fusion.canonical.layout import (
     through_view,
     view_path,
 )
-from rope_fusion.canonical.operators import kv_write, kv_write_by_layer, quantize_fp8, rotary_qk
-from rope_fusion.canonical.records import CacheWrite, Fp8Quantisation, LayerWrite, Rotation
+from rope_fusion.canonical.operators import kv_write, kv_write_by_layer, quantize_fp8, quantize_group_fp8, rotary_qk
+from rope_fusion.canonical.records import CacheWrite, Fp8Quantisation, GroupQuantisation, LayerWrite, Rotation
 from rope_fusion.canonical.values import ValueNumbering
 
 aten = torch.ops.aten
@@ -52,6 +54,7 @@ class Findings:
     quantisations: list[Fp8Quantisation]
     writes: list[CacheWrite]
     layer_writes: list[LayerWrite] = field(default_factory=list)
+    group_quantisations: list[GroupQuantisation] = field(default_factory=list)
 
 
 @dataclass
@@ -112,14 +115,15 @@ class Canonicaliser:
         self._result = Canonicalised()
         self._taken: set[Node] = set()  # outs of rotations and nodes of writes that are emitted
         self._canonical_of: dict[Node, tuple[Node, str]] = {}  # rotation out -> (canonical 4-D value, roles)
-        self._quantised = self._group_quantisations()
+        self._quantised = self._static_quantisations()
+        self._quantised_by_groups = self._quantisations_by_groups()
         self._write_of: dict[Node, CacheWrite | LayerWrite] = {}  # rotation out -> the write that stores it
         # read before emission moves users: the views that lead from the whole cache to the part a write goes into
         self._views_of = {w.node: climb(w.node.args[0])[1] for w in findings.writes if w.call is None}  # type: ignore[arg-type]
         self._new_cache: dict[Node, Node] = {}  # result of an emitted write -> the canonical value of the whole cache
 
     def run(self, rotations: bool) -> Canonicalised:
-        """Emit `kv_write` for every cache write and, if `rotations`, `rotary_qk` and `quantize_fp8`."""
+        """Emit `kv_write` for every cache write and, if `rotations`, `rotary_qk`, `quantize_fp8` and `quantize_group_fp8`."""
         oriented = self._orient() if rotations else {}
         write_of = self._write_of
         writes: list[CacheWrite | LayerWrite] = [*self._findings.writes, *self._findings.layer_writes]
@@ -220,7 +224,7 @@ class Canonicaliser:
         for q in [o for o in left if o.rotation.out in self._quantised]:
             if q.rotation.out in self._taken:
                 continue
-            others = [o for o in left if o is not q and o.rotation.out not in self._quantised]
+            others = [o for o in left if o is not q and not self._is_quantised(o)]
             self._emit_rotary(q, self._partner(q, others))
         for single in left:
             if single.rotation.out not in self._taken:
@@ -274,7 +278,7 @@ class Canonicaliser:
         if dtype == torch.float32:
             return True
         write = self._write_of.get(out)
-        if out in self._quantised or isinstance(write, LayerWrite):
+        if self._is_quantised(member) or isinstance(write, LayerWrite):
             return False
         return write is None or (write.quantisation is None and write.base.meta["val"].dtype == dtype)
 
@@ -324,6 +328,9 @@ class Canonicaliser:
             self._canonical_of[out] = (output, member.roles)
             for quantisation, path in zip(quantisations, paths, strict=True):
                 self._emit_quantisation(quantisation, path, output, member.roles)
+            if k is None:
+                for by_groups in self._quantised_by_groups.get(out, ()):
+                    self._emit_quantisation_by_groups(by_groups, output, member)
 
     def _overwritable(self, rotation: Rotation, out_dtype: torch.dtype) -> bool:
         """Whether the result may take the memory of x: it is laid out alike, and nothing but the rotation reads that."""
@@ -356,7 +363,7 @@ class Canonicaliser:
 
     # quantisation of q
 
-    def _group_quantisations(self) -> dict[Node, list[Fp8Quantisation]]:
+    def _static_quantisations(self) -> dict[Node, list[Fp8Quantisation]]:
         """Static quantisations of whole rotation outputs, by that output."""
         outs = {rotation.out for rotation in self._findings.rotations}
         stored = {write.quantisation.out for write in self._findings.writes if write.quantisation is not None}
@@ -396,6 +403,46 @@ class Canonicaliser:
         q8 = self._emit.call(quantize_fp8, output, scale, attributes.encode())
         views = [step for step in path if step.target in VIEW_TARGETS]
         self._take_over(quantisation.out, self._emit.replay(views, self._emit.from_canonical(q8, roles)), q8)
+
+    # quantisation by groups
+
+    def _is_quantised(self, member: _Oriented) -> bool:
+        return member.rotation.out in self._quantised or member.rotation.out in self._quantised_by_groups
+
+    def _quantisations_by_groups(self) -> dict[Node, list[GroupQuantisation]]:
+        """Quantisations of whole rotation outputs whose groups lie within heads, by that output."""
+        widths = {rotation.out: rotation.width for rotation in self._findings.rotations}
+        found: dict[Node, list[GroupQuantisation]] = {}
+        for quantisation in self._findings.group_quantisations:
+            out = unmoved_source(quantisation.x, widths)
+            if out is None:
+                continue
+            sentence = None
+            if widths[out] % quantisation.size:
+                sentence = f"its groups of {quantisation.size} elements do not divide the heads of {widths[out]}"
+            elif self._exact and quantisation.inexact is not None:
+                sentence = f"{quantisation.inexact}, which exact numerics cannot reproduce"
+            elif any(sum(not isinstance(d, int) for d in n.meta["val"].shape) > 1 for n in _results(quantisation)):
+                sentence = "its values or scales have more than one symbolic dim"
+            if sentence is None:
+                found.setdefault(out, []).append(quantisation)
+            else:
+                self._result.near_misses.append(
+                    f"quantisation by groups {name_of(quantisation.out)} was left alone: {sentence}"
+                )
+        return found
+
+    def _emit_quantisation_by_groups(self, quantisation: GroupQuantisation, output: Node, member: _Oriented) -> None:
+        attributes = GroupQuantAttributes(
+            quantisation.dtype, quantisation.size, quantisation.min_amax, quantisation.power_of_two
+        )
+        node = self._emit.call(quantize_group_fp8, output, attributes.encode())
+        parts = [self._emit.call(operator.getitem, node, index) for index in range(2)]
+        for old, part in zip(_results(quantisation), parts, strict=True):
+            # the one symbolic dim is what is left; the others are not zero, so that it is known without a token too
+            sizes = [size if isinstance(size, int) else -1 for size in old.meta["val"].shape]
+            value = self._emit.call(aten.reshape.default, self._emit.from_canonical(part, member.roles), sizes)
+            self._take_over(old, value, node)
 
     def _scale(self, quantisation: Fp8Quantisation | None) -> tuple[Node | None, float]:
         """Scale tensor (one or more elements, flat) or number."""
@@ -697,6 +744,10 @@ def _narrowed(rotation: Rotation, findings: Findings) -> Rotation:
                 break
             node = node.args[0]
     return replace(rotation, out=narrow, nodes=rotation.nodes | {narrow})
+
+
+def _results(quantisation: GroupQuantisation) -> tuple[Node, Node]:
+    return quantisation.out, quantisation.scale
 
 
 def _value_path(out: Node, quantisation: Fp8Quantisation) -> list[Node]:

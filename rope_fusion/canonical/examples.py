@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rope_fusion.canonical.attributes import (
+    GroupQuantAttributes,
     KvWriteAttributes,
     LayerWriteAttributes,
     QuantAttributes,
@@ -40,6 +41,11 @@ def quant_example() -> list[torch.Tensor | str]:
     """scale and attributes of `quantize_fp8`."""
     attributes = QuantAttributes(dtype=torch.float8_e4m3fn, multiplies=False, scale_value=1.0)
     return [torch.full((1,), 0.05), attributes.encode()]
+
+
+def group_quant_example() -> list[torch.Tensor | str]:
+    """Attributes of `quantize_group_fp8`."""
+    return [GroupQuantAttributes(dtype=torch.float8_e4m3fn, size=DIM, min_amax=1e-4, power_of_two=False).encode()]
 
 
 def kv_example() -> list[torch.Tensor | str]:

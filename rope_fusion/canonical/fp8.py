@@ -6,6 +6,7 @@ two clamps in any order and spelling, then one multiplication or division by the
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +38,16 @@ _UPPER_BOUNDS = frozenset({aten.clamp_max.default, aten.clamp_max.Tensor, aten.m
 _CLAMPS = frozenset({aten.clamp.default, aten.clamp.Tensor, aten.hardtanh.default})
 
 
-def find_fp8_quantisations(graph: Graph) -> tuple[list[Fp8Quantisation], list[str]]:
-    """Every static FP8 quantisation of `graph`, in graph order, and a sentence for each FP8 conversion that is none."""
+def find_fp8_quantisations(graph: Graph, settled: Container[Node] = ()) -> tuple[list[Fp8Quantisation], list[str]]:
+    """Every static FP8 quantisation of `graph`, in graph order, and a sentence for each FP8 conversion that is none.
+
+    Args:
+        settled: conversions that are something else, of which nothing is said here.
+    """
     found: list[Fp8Quantisation] = []
     refusals: list[str] = []
     for node in graph.nodes:
-        if not _is_conversion_to_fp8(node):
+        if node in settled or not is_conversion_to_fp8(node):
             continue
         try:
             found.append(_quantisation(node))
@@ -51,7 +56,8 @@ def find_fp8_quantisations(graph: Graph) -> tuple[list[Fp8Quantisation], list[st
     return found, refusals
 
 
-def _is_conversion_to_fp8(node: Node) -> bool:
+def is_conversion_to_fp8(node: Node) -> bool:
+    """Whether a node converts a tensor of another dtype to FP8."""
     if node.op != "call_function" or node.target not in CONVERSIONS:
         return False
     source = node.args[0]
@@ -80,7 +86,7 @@ class _Walk:
 def _quantisation(out: Node) -> Fp8Quantisation:
     dtype = out.meta["val"].dtype
     limit = torch.finfo(dtype).max
-    clamped, walk = _through_clamps(out, limit)
+    clamped, walk = through_clamps(out, limit)
     scaled = walk.node
     value = scaled.meta["val"]
     if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
@@ -124,7 +130,7 @@ def _quantisation(out: Node) -> Fp8Quantisation:
     )
 
 
-def _through_clamps(out: Node, limit: float) -> tuple[_Walk, _Walk]:
+def through_clamps(out: Node, limit: float) -> tuple[_Walk, _Walk]:
     """The walk up to the value that is clamped to ±limit and converted by `out`, and on through casts and reshapes."""
     node = out.args[0]
     assert isinstance(node, Node)
@@ -137,7 +143,7 @@ def _through_clamps(out: Node, limit: float) -> tuple[_Walk, _Walk]:
         if not isinstance(source, Node):
             break
         if node.target in _LOWER_BOUNDS or node.target in _UPPER_BOUNDS:
-            source, bound = _bound_of(node)
+            source, bound = bound_of(node)
             if bound is None:
                 break
             is_lower = node.target in _LOWER_BOUNDS
@@ -166,7 +172,7 @@ def _through_clamps(out: Node, limit: float) -> tuple[_Walk, _Walk]:
     return clamped, walk
 
 
-def _bound_of(node: Node) -> tuple[Node, float | None]:
+def bound_of(node: Node) -> tuple[Node, float | None]:
     """The clamped node and the bound; `maximum` and `minimum` take them in either order."""
     first, second = node.args[0], node.args[1]
     bound = constant_of(second)

@@ -62,6 +62,23 @@ class Fp8Quantisation:
 
 
 @dataclass(frozen=True)
+class GroupQuantisation:
+    """``out = clamp(x / scale, ±max).to(dtype)`` with one float32 scale per `size` consecutive elements of x.
+
+    ``scale = clamp(amax(abs(group)), min=min_amax) / max``, raised to the next power of two where `power_of_two`.
+    """
+
+    out: Node  # FP8, of the elements of x in their order
+    x: Node  # [..., size], perhaps converted to float32
+    scale: Node  # float32, one element per group in the groups' order
+    size: int
+    dtype: torch.dtype
+    min_amax: float
+    power_of_two: bool
+    inexact: str | None = None  # how the program rounds that the fused operator does not
+
+
+@dataclass(frozen=True)
 class CacheWrite:
     """A functional write of one tensor into a cache that the program owns.
 

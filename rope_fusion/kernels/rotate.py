@@ -147,10 +147,17 @@ def unsupported(
     if isinstance(quant, StaticFp8) and quant.scale is not None and quant.scale.numel() != 1:
         return f"the FP8 scale must have one element, got {tuple(quant.scale.shape)}"
     if isinstance(quant, GroupFp8):
-        if quant.size & (quant.size - 1) or x.shape[3] % quant.size:
-            return f"an FP8 group must be a power of two that divides the head dim {x.shape[3]}, got {quant.size}"
+        if sentence := group_size_unsupported(x.shape[3], quant.size):
+            return sentence
         if rotary.exact and quant.power_of_two:
             return "power-of-two scales are rounded exactly here, while eager goes through an inexact log2"
+    return None
+
+
+def group_size_unsupported(width: int, size: int) -> str | None:
+    """Why groups of `size` elements cannot be quantised in a head of `width`, or None."""
+    if size & (size - 1) or width % size:
+        return f"an FP8 group must be a power of two that divides the head dim {width}, got {size}"
     return None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from rope_fusion._torch import auto_functionalized
-from rope_fusion.canonical.attributes import QuantAttributes, RotaryAttributes
+from rope_fusion.canonical.attributes import GroupQuantAttributes, QuantAttributes, RotaryAttributes
 from rope_fusion.kernels import rotate as _operators
 
 # Measured on one H200, see docs/performance.md: Inductor's kernel is as fast below.
@@ -71,6 +71,41 @@ def call_static_fp8(
         scale_value=fp8.scale_value,
         scale_multiplies=fp8.multiplies,
     )
+
+
+def call_group_fp8(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary: str, quant: str
+) -> tuple[Tensor, Tensor]:
+    """`x` rotated, rounded to its dtype and quantised by one scale per group of elements: values and scales."""
+    groups = GroupQuantAttributes.decode(quant)
+    return torch.ops.rope_fusion.rotate_group_fp8.default(
+        x,
+        cos,
+        sin,
+        positions,
+        **rotation_arguments(rotary),
+        out_dtype=RotaryAttributes.decode(rotary).out_dtype,
+        fp8_dtype=groups.dtype,
+        group_size=groups.size,
+        min_amax=groups.min_amax,
+        power_of_two=groups.power_of_two,
+    )
+
+
+def refuse_group_fp8(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary: str, quant: str
+) -> str | None:
+    """Why a rotation and the quantisation of its q by groups must stay as they are, or None."""
+    if (sentence := refuse_rotation(q, k, cos, sin, positions, rotary)) is not None:
+        return sentence
+    groups = GroupQuantAttributes.decode(quant)
+    if sentence := _operators.group_size_unsupported(q.shape[3], groups.size):
+        return sentence
+    if q.device.type == "cpu":
+        return None
+    how = _operators.Rotary(**rotation_arguments(rotary))
+    fp8 = _operators.GroupFp8(groups.dtype, groups.size, groups.min_amax, groups.power_of_two)
+    return _operators.unsupported(q, cos, sin, how, RotaryAttributes.decode(rotary).out_dtype, fp8)
 
 
 def too_small(*tensors: Tensor | None) -> str | None:
