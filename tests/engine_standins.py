@@ -17,39 +17,39 @@ from torch import Tensor
 FP8_KINDS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 REAL_LIBRARY = "ROPE_FUSION_VLLM_OPS"
 
+# One schema a line; an indented line goes on.
 SCHEMAS = {
-    "_C": (
-        "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox, "
-        "int rope_dim_offset=0, bool inverse=False) -> ()",
-        "static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
-        "dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()",
-    ),
-    "_C_cache_ops": (
-        "reshape_and_cache(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, Tensor slot_mapping, "
-        "str kv_cache_dtype, Tensor k_scale, Tensor v_scale, bool interleaved_v=False) -> ()",
-        "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, Tensor slot_mapping, "
-        "str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()",
-        "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
-        "Tensor scale, bool skip_scale=False) -> ()",
-    ),
-    "vllm": (
-        "unified_kv_cache_update(Tensor key, Tensor value, str layer_name) -> Tensor",
-        "unified_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor! output, str layer_name, "
-        "Tensor? output_scale=None, Tensor!? output_block_scale=None, Tensor? kv_cache_dummy_dep=None) -> ()",
-        "fused_rope_and_unified_kv_cache_update(Tensor! query, Tensor! key, Tensor value, Tensor positions, "
-        "Tensor cos_sin_cache, bool is_neox, str layer_name) -> Tensor",
-    ),
-    "sgl_kernel": (
-        "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, "
-        "bool is_neox) -> ()",
-        "apply_rope_pos_ids_cos_sin_cache(Tensor q, Tensor k, Tensor! q_rope, Tensor! k_rope, Tensor cos_sin_cache, "
-        "Tensor pos_ids, bool interleave, bool enable_pdl, Tensor? v, Tensor!? k_buffer, Tensor!? v_buffer, "
-        "Tensor? kv_cache_loc) -> ()",
-    ),
-    "flashinfer": (
-        "apply_rope_pos_ids_cos_sin_cache(Tensor q, Tensor k, Tensor(a!) q_rope, Tensor(b!) k_rope, Tensor cos_sin_cache, "
-        "Tensor pos_ids, bool interleave) -> ()",
-    ),
+    "_C": """
+rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox,
+    int rope_dim_offset=0, bool inverse=False) -> ()
+static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()
+dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()
+""",
+    "_C_cache_ops": """
+reshape_and_cache(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, Tensor slot_mapping,
+    str kv_cache_dtype, Tensor k_scale, Tensor v_scale, bool interleaved_v=False) -> ()
+reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, Tensor slot_mapping,
+    str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()
+concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, str kv_cache_dtype, Tensor scale,
+    bool skip_scale=False) -> ()
+""",
+    "vllm": """
+unified_kv_cache_update(Tensor key, Tensor value, str layer_name) -> Tensor
+unified_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor! output, str layer_name,
+    Tensor? output_scale=None, Tensor!? output_block_scale=None, Tensor? kv_cache_dummy_dep=None) -> ()
+fused_rope_and_unified_kv_cache_update(Tensor! query, Tensor! key, Tensor value, Tensor positions,
+    Tensor cos_sin_cache, bool is_neox, str layer_name) -> Tensor
+""",
+    "sgl_kernel": """
+rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox) -> ()
+apply_rope_pos_ids_cos_sin_cache(Tensor q, Tensor k, Tensor! q_rope, Tensor! k_rope, Tensor cos_sin_cache,
+    Tensor pos_ids, bool interleave, bool enable_pdl, Tensor? v, Tensor!? k_buffer, Tensor!? v_buffer,
+    Tensor? kv_cache_loc) -> ()
+""",
+    "flashinfer": """
+apply_rope_pos_ids_cos_sin_cache(Tensor q, Tensor k, Tensor(a!) q_rope, Tensor(b!) k_rope, Tensor cos_sin_cache,
+    Tensor pos_ids, bool interleave) -> ()
+""",
 }
 
 
@@ -134,9 +134,9 @@ def reshape_and_cache_flash(
     places = key_cache.shape[1]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
-    for source, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        rows = as_bytes(stored(source[: slot_mapping.shape[0]][kept], cache, kv_cache_dtype, scale))
-        as_bytes(cache)[slots // places, slots % places] = rows
+    for source, target, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        rows = as_bytes(stored(source[: slot_mapping.shape[0]][kept], target, kv_cache_dtype, scale))
+        as_bytes(target)[slots // places, slots % places] = rows
 
 
 def reshape_and_cache(
@@ -229,15 +229,17 @@ BODIES: dict[str, Callable[..., object]] = {
 
 @cache
 def register() -> frozenset[str]:
-    """Load the real library if `ROPE_FUSION_VLLM_OPS` names one, and define what is still missing; the names defined."""
+    """Load the real library if `ROPE_FUSION_VLLM_OPS` names one; define what is still missing, and return its names."""
     path = os.environ.get(REAL_LIBRARY)
     if path:
         torch.ops.load_library(path)
     made = set()
     for namespace, schemas in SCHEMAS.items():
-        library = torch.library.Library(namespace, "FRAGMENT")  # noqa: TOR901
+        library = torch.library.Library(namespace, "FRAGMENT")
         _KEPT.append(library)
-        for schema in schemas:
+        for schema in schemas.replace("\n    ", " ").split("\n"):
+            if not schema:
+                continue
             name = f"{namespace}::{schema.split('(')[0]}"
             if hasattr(getattr(torch.ops, namespace), name.split("::")[1]):
                 continue

@@ -2,89 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from engine_graphs import FUSED, check, compiled, in_place
-from engine_standins import register
+from engine_cases import (
+    BLOCKS,
+    DIM,
+    FORMS,
+    KV_HEADS,
+    PAGE,
+    Q_HEADS,
+    SPLITS,
+    TOKENS,
+    arguments,
+    form_settings,
+    quantised,
+    rotate,
+    split_heads,
+    store,
+)
+from engine_graphs import FUSED, check
 from torch import Tensor
-
-register()
-
-TOKENS, Q_HEADS, KV_HEADS, DIM, BLOCKS, PAGE, ROWS = 6, 4, 2, 16, 5, 4, 32
-SIZES = [Q_HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
-FP8 = torch.float8_e4m3fn
-
-
-def table(rotary_dim: int = DIM, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    angles = torch.outer(torch.arange(ROWS).float(), 1.0 / 100 ** (torch.arange(0, rotary_dim, 2) / rotary_dim))
-    return torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
-
-
-def arguments(**changed: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
-    cache = torch.zeros(BLOCKS, PAGE, KV_HEADS, DIM, dtype=torch.bfloat16)
-    given: dict[str, Any] = {
-        "x": torch.randn(TOKENS, sum(SIZES), dtype=torch.bfloat16),
-        "positions": torch.tensor([3, 4, 5, 0, 1, 7]),
-        "table": table(),
-        "k_cache": cache,
-        "v_cache": cache.clone(),
-        "slots": torch.tensor([17, 2, 3, -1, 8, 11]),
-        "scale": torch.tensor([0.05]),
-    }
-    return {**given, **changed}
-
-
-def split_columns(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three views of one packed buffer, [T, heads * dim]."""
-    return (x * 1).split(SIZES, -1)
-
-
-def split_heads(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three views of one packed buffer, [T, heads, dim]."""
-    return (x * 1).view(x.shape[0], -1, DIM).split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
-
-
-def slices(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    packed = x * 1
-    q, k = SIZES[0], SIZES[1]
-    return packed[:, :q], packed[:, q : q + k], packed[:, q + k :]
-
-
-def chunks_of_heads(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads are viewed after the split."""
-    q, k, v = (x * 1).split(SIZES, -1)
-    return tuple(part.view(part.shape[0], -1, DIM) for part in (q, k, v))
-
-
-def separate(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three buffers of their own."""
-    return tuple(part * 1 for part in x.split(SIZES, -1))
-
-
-SPLITS = [split_columns, split_heads, slices, chunks_of_heads, separate]
-FORMS = ["v2", "v1", "raw"]
-
-
-def form_settings(form: str) -> dict[str, Any]:
-    return {"v2": form == "v2", "transform": in_place if form == "raw" else None}
-
-
-def rotate(positions: Tensor, q: Tensor, k: Tensor | None, table: Tensor, is_neox: bool = True) -> None:
-    torch.ops._C.rotary_embedding(positions, q, k, DIM, table, is_neox)
-
-
-def quantised(q: Tensor, scale: Tensor) -> Tensor:
-    q8 = torch.empty(q.shape, dtype=FP8, device=q.device)
-    torch.ops._C.static_scaled_fp8_quant(q8, q, scale)
-    return q8
-
-
-def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, kind: str, scale: Tensor) -> None:
-    k, v = (part.view(part.shape[0], KV_HEADS, DIM) for part in (k, v))
-    torch.ops._C_cache_ops.reshape_and_cache_flash(k, v, k_cache, v_cache, slots, kind, scale, scale)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_graphs import compiled
-from engine_standins import register, reshape_and_cache_flash, rotary_embedding
-from test_engine_forms import (
+from engine_cases import (
     BLOCKS,
     DIM,
     KV_HEADS,
@@ -25,6 +23,8 @@ from test_engine_forms import (
     rotate,
     split_columns,
 )
+from engine_graphs import compiled
+from engine_standins import register, reshape_and_cache_flash, rotary_embedding
 from torch import Tensor
 
 import rope_fusion.vllm

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import TOKENS, arguments, rotate, split_columns, store
 from engine_graphs import check, compiled
 from engine_standins import register
-from test_engine_forms import TOKENS, arguments, rotate, split_columns, store
 
 register()
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from engine_graphs import FUSED, check, compiled
-from engine_standins import FP8_KINDS, register
-from test_engine_forms import (
+from engine_cases import (
+    ALL,
     BLOCKS,
+    COVERING,
     DIM,
     FORMS,
     FP8,
     KV_HEADS,
+    LAYOUTS,
     PAGE,
     Q_HEADS,
     SPLITS,
-    TOKENS,
+    Case,
     arguments,
     form_settings,
     quantised,
@@ -30,106 +29,10 @@ from test_engine_forms import (
     store,
     table,
 )
+from engine_graphs import FUSED, check, compiled
 from torch import Tensor
 
-register()
-
 LIMIT = torch.finfo(FP8).max
-
-
-# Layouts: a name, the shape of what the graph receives, and the key and value caches in it.
-
-
-def separate(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return caches[0], caches[1]
-
-
-def heads_first(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return caches[0].transpose(1, 2), caches[1].transpose(1, 2)
-
-
-def joint_first(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
-    k, v = caches[0].unbind(0)
-    return k, v
-
-
-def joint_second(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return caches[0][:, 0], caches[0][:, 1]
-
-
-def joint_last(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """vLLM 0.33: [blocks, heads, places, 2 * dim]."""
-    k, v = caches[0].transpose(1, 2).split(DIM, -1)
-    return k, v
-
-
-LAYOUTS: dict[Callable[[list[Tensor]], tuple[Tensor, Tensor]], list[tuple[int, ...]]] = {
-    separate: [(BLOCKS, PAGE, KV_HEADS, DIM)] * 2,
-    heads_first: [(BLOCKS, KV_HEADS, PAGE, DIM)] * 2,
-    joint_first: [(2, BLOCKS, PAGE, KV_HEADS, DIM)],
-    joint_second: [(BLOCKS, 2, PAGE, KV_HEADS, DIM)],
-    joint_last: [(BLOCKS, KV_HEADS, PAGE, 2 * DIM)],
-}
-KINDS = {
-    "auto": torch.bfloat16,
-    "fp8": torch.uint8,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.uint8,
-}
-ORDERS = ("quantise first", "store first", "no quantisation")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layer's spelling."""
-
-    split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-    layout: Callable[[list[Tensor]], tuple[Tensor, Tensor]]
-    kind: str
-    order: str
-
-    def caches(self) -> list[Tensor]:
-        return [
-            torch.zeros(shape, dtype=torch.uint8).view(KINDS[self.kind])
-            if KINDS[self.kind].itemsize == 1
-            else torch.zeros(shape, dtype=KINDS[self.kind])
-            for shape in LAYOUTS[self.layout]
-        ]
-
-    def layer(self, x: Tensor, positions: Tensor, table: Tensor, slots: Tensor, scale: Tensor, caches: list[Tensor]):
-        q, k, v = self.split(x)
-        rotate(positions, q, k, table)
-        outputs = []
-        if self.order == "quantise first":
-            outputs.append(quantised(q.reshape(q.shape[0], -1), scale))
-        store(k, v, *self.layout(caches), slots, self.kind, scale)
-        if self.order == "store first":
-            outputs.append(quantised(q.reshape(q.shape[0], -1), scale))
-        if self.order == "no quantisation":
-            outputs.append(q * 1)
-        return outputs
-
-
-ALL = [Case(*values) for values in itertools.product(SPLITS, LAYOUTS, KINDS, ORDERS)]
-
-
-def pairs(case: Case) -> set[tuple[Any, ...]]:
-    """Every two properties of a case."""
-    return set(itertools.combinations((case.split, case.layout, case.kind, case.order), 2))
-
-
-def covering(cases: list[Case]) -> list[Case]:
-    """Few cases in which every two properties meet, chosen greedily."""
-    left = set().union(*map(pairs, cases))
-    chosen = []
-    while left:
-        best = max(cases, key=lambda case: len(pairs(case) & left))
-        chosen.append(best)
-        left -= pairs(best)
-    return chosen
-
-
-COVERING = covering(ALL)
 
 
 def run(cases: list[Case], form: str) -> None:
@@ -554,7 +457,3 @@ def test_fused_operator_may_be_captured_in_cuda_graphs():
     assert torch.Tag.cudagraph_unsafe not in tags
     assert torch.Tag.data_dependent_output not in tags
     assert torch.Tag.dynamic_output_shape not in tags
-
-
-assert set(FP8_KINDS) | {"auto"} == set(KINDS)
-assert TOKENS == 6
