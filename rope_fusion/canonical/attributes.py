@@ -71,6 +71,14 @@ class GroupQuantAttributes(Attributes):
 
 
 @dataclass(frozen=True)
+class ArrangeAttributes(Attributes):
+    """How `arrange` lays its tensor out: as `layout` and `groups` of the operator `rope_fusion::rotate`."""
+
+    layout: str  # dims in memory order: b, s, h, d, and g where the heads are in groups
+    groups: int
+
+
+@dataclass(frozen=True)
 class KvWriteAttributes(Attributes):
     """Where and how `kv_write` stores: cache layouts as in docs/architecture.md; `kv_fp8` None stores by a plain cast."""
 

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from rope_fusion._torch import REINPLACES_THROUGH_VIEWS
 from rope_fusion.canonical.attributes import (
+    ArrangeAttributes,
     GroupQuantAttributes,
     KvWriteAttributes,
     LayerWriteAttributes,
@@ -28,6 +29,7 @@ from rope_fusion.canonical.fp8_groups import unmoved_source
 from rope_fusion.canonical.layout import (
     CANONICAL_ROLES,
     VIEW_TARGETS,
+    Atom,
     Dims,
     atoms_of,
     equal,
@@ -36,7 +38,14 @@ from rope_fusion.canonical.layout import (
     through_view,
     view_path,
 )
-from rope_fusion.canonical.operators import kv_write, kv_write_by_layer, quantize_fp8, quantize_group_fp8, rotary_qk
+from rope_fusion.canonical.operators import (
+    arrange,
+    kv_write,
+    kv_write_by_layer,
+    quantize_fp8,
+    quantize_group_fp8,
+    rotary_qk,
+)
 from rope_fusion.canonical.records import CacheWrite, Fp8Quantisation, GroupQuantisation, LayerWrite, Rotation
 from rope_fusion.canonical.values import ValueNumbering
 
@@ -331,6 +340,8 @@ class Canonicaliser:
             if k is None:
                 for by_groups in self._quantised_by_groups.get(out, ()):
                     self._emit_quantisation_by_groups(by_groups, output, member)
+                if not self._is_quantised(member):
+                    self._emit_arrangement(output, member)
 
     def _overwritable(self, rotation: Rotation, out_dtype: torch.dtype) -> bool:
         """Whether the result may take the memory of x: it is laid out alike, and nothing but the rotation reads that."""
@@ -439,10 +450,38 @@ class Canonicaliser:
         node = self._emit.call(quantize_group_fp8, output, attributes.encode())
         parts = [self._emit.call(operator.getitem, node, index) for index in range(2)]
         for old, part in zip(_results(quantisation), parts, strict=True):
-            # the one symbolic dim is what is left; the others are not zero, so that it is known without a token too
-            sizes = [size if isinstance(size, int) else -1 for size in old.meta["val"].shape]
-            value = self._emit.call(aten.reshape.default, self._emit.from_canonical(part, member.roles), sizes)
-            self._take_over(old, value, node)
+            self._take_over(old, self._shaped_like(old, self._emit.from_canonical(part, member.roles)), node)
+
+    def _shaped_like(self, old: Node, value: Node) -> Node:
+        """`value` with the sizes of `old`, of which one may be symbolic."""
+        # that one is what is left: the others are not zero, so that it is known without a token too
+        sizes = [size if isinstance(size, int) else -1 for size in old.meta["val"].shape]
+        return self._emit.call(aten.reshape.default, value, sizes)
+
+    # the copy that follows
+
+    def _emit_arrangement(self, output: Node, member: _Oriented) -> None:
+        """`arrange` for the contiguous copy of a rotation's result in another order, if nothing else reads that."""
+        path = self._path_to_copy(member.rotation.out)
+        if not path or sum(not isinstance(size, int) for size in path[-1].meta["val"].shape) > 1:
+            return
+        place = _arrangement(member, path)
+        if place is not None:
+            node = self._emit.call(arrange, output, place.encode())
+            self._take_over(path[-1], self._shaped_like(path[-1], node), node)
+
+    def _path_to_copy(self, out: Node) -> list[Node]:
+        """The views that lead from `out` to a contiguous copy, which comes last, when each is the only reader."""
+        path: list[Node] = []
+        node = out
+        while len(self._users[node]) == 1 and len(path) < 16:
+            (node,) = self._users[node]
+            if node.target not in VIEW_TARGETS:
+                break
+            path.append(node)
+            if node.target is aten.clone.default:
+                return path if node.kwargs.get("memory_format") is torch.contiguous_format else []
+        return []
 
     def _scale(self, quantisation: Fp8Quantisation | None) -> tuple[Node | None, float]:
         """Scale tensor (one or more elements, flat) or number."""
@@ -748,6 +787,31 @@ def _narrowed(rotation: Rotation, findings: Findings) -> Rotation:
 
 def _results(quantisation: GroupQuantisation) -> tuple[Node, Node]:
     return quantisation.out, quantisation.scale
+
+
+def _arrangement(member: _Oriented, path: Sequence[Node]) -> ArrangeAttributes | None:
+    """How the last node of `path`, which is contiguous, lies in memory; None unless only whole dims, heads in groups
+    perhaps, change places."""
+    shape = member.rotation.out.meta["val"].shape
+    heads = dict(zip(member.roles, shape, strict=True)).get("h", 1)
+    if not isinstance(heads, int):
+        return None
+    mentioned = {size for step in path for size in step.meta["val"].shape if isinstance(size, int) and size > 1}
+    for groups in [1, *sorted(size for size in mentioned if heads % size == 0)]:
+        split = tuple(atom for atom in (Atom(groups, "g"), Atom(heads // groups, "h")) if atom.size != 1)
+        whole = atoms_of(shape, member.roles)
+        dims: Dims | None = tuple(split if role == "h" else dim for role, dim in zip(member.roles, whole, strict=True))
+        for step in path:
+            dims = through_view(step, dims) if dims is not None else None
+        if dims is None:
+            continue
+        order = [str(atom.name) for dim in dims for atom in dim if atom.name != "d"]
+        if not dims[-1] or dims[-1][-1].name != "d":
+            return None
+        wanted = "bsgh" if groups > 1 else "bsh"
+        layout = [*(token for token in wanted if token not in order), *order, "d"]  # dims of size 1 lie anywhere
+        return ArrangeAttributes(" ".join(layout), groups)
+    return None
 
 
 def _value_path(out: Node, quantisation: Fp8Quantisation) -> list[Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rope_fusion.canonical.attributes import (
+    ArrangeAttributes,
     GroupQuantAttributes,
     KvWriteAttributes,
     LayerWriteAttributes,
@@ -46,6 +47,11 @@ def quant_example() -> list[torch.Tensor | str]:
 def group_quant_example() -> list[torch.Tensor | str]:
     """Attributes of `quantize_group_fp8`."""
     return [GroupQuantAttributes(dtype=torch.float8_e4m3fn, size=DIM, min_amax=1e-4, power_of_two=False).encode()]
+
+
+def arrange_example() -> list[torch.Tensor | str]:
+    """Attributes of `arrange`."""
+    return [ArrangeAttributes(layout="g b s h d", groups=2).encode()]
 
 
 def kv_example() -> list[torch.Tensor | str]:

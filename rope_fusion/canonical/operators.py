@@ -8,6 +8,7 @@ fake implementations exist. All activations are 4-D, ``[batch, sequence, heads, 
 `quantize_fp8`     static FP8 quantisation with clamp, elementwise
 `quantize_group_fp8`  FP8 quantisation with one scale measured on each group of consecutive elements of a head ->
                    (values, float32 scales ``[batch, sequence, heads, dim / size]``)
+`arrange`          contiguous copy with the dims, and groups of heads, in another order
 `kv_write`         functional update of whole caches -> (k_cache', v_cache'). Without `v` one tensor is stored; with
                    `v` but no `v_cache` both live in one joint buffer, and k_cache' holds both writes
 `kv_write_by_layer`  write of k and v to caches known only by a layer's name -> an empty tensor that orders what
@@ -20,13 +21,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rope_fusion.canonical.attributes import GroupQuantAttributes, QuantAttributes, RotaryAttributes
+from rope_fusion.canonical.attributes import ArrangeAttributes, GroupQuantAttributes, QuantAttributes, RotaryAttributes
 
 _LIBRARY = torch.library.Library("rope_fusion_canonical", "DEF")
 _LIBRARY.define(
     "rotary_qk(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, str attributes) -> (Tensor, Tensor)"
 )
 _LIBRARY.define("quantize_fp8(Tensor x, Tensor? scale, str attributes) -> Tensor")
+_LIBRARY.define("arrange(Tensor x, str attributes) -> Tensor")
 _LIBRARY.define("quantize_group_fp8(Tensor x, str attributes) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "kv_write(Tensor k_cache, Tensor? v_cache, Tensor k, Tensor? v, Tensor slots, Tensor? slot_offsets, "
@@ -41,11 +43,12 @@ _LIBRARY.define(
 rotary_qk = torch.ops.rope_fusion_canonical.rotary_qk.default
 quantize_fp8 = torch.ops.rope_fusion_canonical.quantize_fp8.default
 quantize_group_fp8 = torch.ops.rope_fusion_canonical.quantize_group_fp8.default
+arrange = torch.ops.rope_fusion_canonical.arrange.default
 kv_write = torch.ops.rope_fusion_canonical.kv_write.default
 kv_write_by_layer = torch.ops.rope_fusion_canonical.kv_write_by_layer.default
 fused_by_layer = torch.ops.rope_fusion_canonical.fused_by_layer.default
 
-CANONICAL = frozenset({rotary_qk, quantize_fp8, quantize_group_fp8, kv_write, kv_write_by_layer})
+CANONICAL = frozenset({rotary_qk, quantize_fp8, quantize_group_fp8, arrange, kv_write, kv_write_by_layer})
 
 
 @torch.library.register_fake("rope_fusion_canonical::rotary_qk", lib=_LIBRARY)
@@ -67,6 +70,14 @@ def _quantize_group_fp8(x: Tensor, attributes: str) -> tuple[Tensor, Tensor]:
     quant = GroupQuantAttributes.decode(attributes)
     scales = x.new_empty((*x.shape[:-1], x.shape[-1] // quant.size), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=quant.dtype), scales
+
+
+@torch.library.register_fake("rope_fusion_canonical::arrange", lib=_LIBRARY)
+def _arrange(x: Tensor, attributes: str) -> Tensor:
+    place = ArrangeAttributes.decode(attributes)
+    batch, sequence, heads, dim = x.shape
+    sizes = {"b": batch, "s": sequence, "g": place.groups, "h": heads // place.groups, "d": dim}
+    return x.new_empty([sizes[token] for token in place.layout.split()])
 
 
 @torch.library.register_fake("rope_fusion_canonical::kv_write", lib=_LIBRARY)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from rope_fusion._torch import auto_functionalized
-from rope_fusion.canonical.attributes import GroupQuantAttributes, QuantAttributes, RotaryAttributes
+from rope_fusion.canonical.attributes import ArrangeAttributes, GroupQuantAttributes, QuantAttributes, RotaryAttributes
 from rope_fusion.kernels import rotate as _operators
 
 # Measured on one H200, see docs/performance.md: Inductor's kernel is as fast below.
@@ -39,6 +39,24 @@ def call_rotation(
     out_dtype = RotaryAttributes.decode(rotary).out_dtype
     return torch.ops.rope_fusion.rotate.default(
         x, cos, sin, positions, **rotation_arguments(rotary), out_dtype=out_dtype
+    )
+
+
+def call_arranged(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, rotary: str, arrangement: str
+) -> Tensor:
+    """`x` rotated, laid out as the canonical `arrange` would lay out the result."""
+    place = ArrangeAttributes.decode(arrangement)
+    out_dtype = RotaryAttributes.decode(rotary).out_dtype
+    return torch.ops.rope_fusion.rotate.default(
+        x,
+        cos,
+        sin,
+        positions,
+        **rotation_arguments(rotary),
+        out_dtype=out_dtype,
+        layout=place.layout,
+        groups=place.groups,
     )
 
 
