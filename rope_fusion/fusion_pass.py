@@ -98,7 +98,7 @@ class FusionPass(CustomGraphPass):
             report.near_miss(sentence)
         group_quantisations, group_refusals, settled = find_group_quantisations(graph)
         quantisations, quant_refusals = find_fp8_quantisations(graph, settled)
-        writes, write_refusals = find_cache_writes(graph, {write.node for write in engine.writes})
+        writes, write_refusals = find_cache_writes(graph, {*engine.written, *(write.node for write in engine.writes)})
         for sentence in (*engine.near_misses, *group_refusals, *quant_refusals, *write_refusals):
             report.near_miss(sentence)
         rotations, quantisations = rotations + engine.rotations, quantisations + engine.quantisations

@@ -182,3 +182,39 @@ def covering(cases: list[Case]) -> list[Case]:
 
 
 COVERING = covering(ALL)
+
+
+def decode_step(
+    hidden: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    scale: Tensor,
+    qkv_weights: list[Tensor],
+    out_weights: list[Tensor],
+    caches: list[Tensor],
+) -> Tensor:
+    """A decode step in vLLM's operators: one packed projection, RoPE, static FP8 q and an FP8 cache in each layer.
+
+    Attention itself is left out; what it would read (q8, and the caches through `caches`) is there.
+    """
+    for qkv, out, cache in zip(qkv_weights, out_weights, caches, strict=True):
+        q, k, v = (hidden @ qkv).split(SIZES, -1)
+        rotate(positions, q, k, table)
+        q8 = quantised(q, scale)
+        store(k, v, *cache.unbind(0), slots, "fp8", scale)
+        hidden = hidden + q8.to(hidden.dtype) @ out
+    return hidden
+
+
+def decode_arguments(layers: int = 4) -> list[Any]:
+    """Arguments of `decode_step`; the caches are uint8, [2, blocks, places, heads, dim]."""
+    given = arguments()
+    width = SIZES[0]
+    return [
+        torch.randn(TOKENS, width, dtype=torch.bfloat16),
+        *(given[name] for name in ("positions", "table", "slots", "scale")),
+        [torch.randn(width, sum(SIZES), dtype=torch.bfloat16) * 0.1 for _ in range(layers)],
+        [torch.randn(width, width, dtype=torch.bfloat16) * 1e-5 for _ in range(layers)],
+        [torch.zeros(2, BLOCKS, PAGE, KV_HEADS, DIM, dtype=torch.uint8) for _ in range(layers)],
+    ]

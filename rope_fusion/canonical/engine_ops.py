@@ -55,6 +55,7 @@ class EngineFindings:
     writes: list[CacheWrite] = field(default_factory=list)
     layer_writes: list[LayerWrite] = field(default_factory=list)
     near_misses: list[str] = field(default_factory=list)
+    written: set[Node] = field(default_factory=set)  # nodes that only carry what the recorded writes store
     _outputs: dict[Node, list[Node]] = field(default_factory=dict)  # call -> values that take over what it made
     _reader: CallReader | None = None
     _in_place: Functionalised = field(default_factory=Functionalised)
@@ -522,6 +523,7 @@ class _Finder:
                     raise _Refused("its buffer is read between its two writes")
                 (node,) = node.users
             new, _ = self._written_into(call.after[last], base, call.before[last])
+            self._found.written.update(scatters.values())
         between = self._emit.call(aten.alias.default, base)
         return {first: (base, between), last: (between, new)}
 
