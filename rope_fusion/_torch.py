@@ -11,6 +11,7 @@ from torch._guards import TracingContext
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.pattern_matcher import (
     CallFunction,
     KeywordArg,
@@ -67,8 +68,10 @@ __all__ = [
     "auto_functionalized_v2",
     "counters",
     "detect_fake_mode",
+    "fallback_handler",
     "fwd_only",
     "inductor_config",
+    "register_lowering",
     "register_replacement",
     "stable_topological_sort",
 ]

@@ -1,13 +1,13 @@
-"""On a GPU: is the fused operator right in every variant, and which launch parameters are fastest?
+"""On a GPU: is the fused operator right in every variant, and how fast is it?
 
-    PYTHONPATH=. python3 tests/gpu_check_rope_qkv.py [check] [time] [overhead] [--shapes NAME ...] [--tokens N ...]
+    PYTHONPATH=. python3 tests/gpu_check_rope_qkv.py [check] [table] [search] [host] [--shapes NAME ...] [--tokens N ...]
     [--seconds S]
 
 check: every variant of a covering set against the reference on the same device, with fresh random data and poisoned
 outputs: the same bits in exact mode; in the default mode the FP8 bytes that differ are counted, and floats may differ
-in their last bit. time: a grid of launch parameters at the shapes of docs/performance.md by CUDA-graph replay, beside
-the floor (bytes over the measured copy bandwidth, and an empty kernel). Prints the best of each row; everything
-measured goes to $OUT/rope_qkv.json where OUT is set. overhead: what one call costs the host.
+in their last bit. table: the shapes of docs/performance.md by CUDA-graph replay, beside the floor (bytes over the
+measured copy bandwidth, and an empty kernel). search: the same for a grid of launch parameters. host: what one call
+costs the host. Everything measured goes to $OUT/rope_qkv.json where OUT is set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import triton
 
 from rope_fusion.kernels import rope_qkv_triton
 from rope_fusion.kernels.rope_qkv import fp8_unsupported, reference, target_of
-from rope_fusion.kernels.rope_qkv_triton import LaunchParameters, choose_parameters, launch
+from rope_fusion.kernels.rope_qkv_triton import LAUNCH_TABLE, LaunchParameters, choose_parameters, launch
 from rope_fusion.kernels.variants import (
     BF16,
     E4M3,
@@ -115,8 +115,8 @@ def checked_variants(seeds: int) -> list[tuple[Variant, LaunchParameters]]:
                 variant = replace(variant, q_fp8=None, cache="same")
             batch, seq = variant.batch_seq
             variant = replace(variant, batch_seq=(37, 1) if seq == 1 else (batch, 11 * seq))
-            tokens = 10 ** (1 + len(cases) % 5)
-            cases.append((variant, choose_parameters(tokens, *variant.heads, variant.dims[0])))
+            tokens = int(min(LAUNCH_TABLE[len(cases) % len(LAUNCH_TABLE)].up_to, 1 << 20))
+            cases.append((variant, choose_parameters(tokens, *variant.heads, *variant.dims[:2])))
     return cases
 
 
@@ -127,7 +127,7 @@ def compile_checked(work: list[tuple[int, int]]) -> None:
         variant, parameters = cases[index]
         call = make_call(variant, device=DEVICE)
         with contextlib.suppress(Exception):
-            launch(*call.args, **call.options, parameters=parameters)
+            launch(*call.args, **call.encoded, parameters=parameters)
 
 
 def check(seeds: int) -> list[str]:
@@ -144,7 +144,7 @@ def check(seeds: int) -> list[str]:
         eager, kernel = call.with_own_caches(), call.with_own_caches()
         try:
             want = reference(*eager.args, **eager.options)
-            got = launch(*kernel.args, **kernel.options, parameters=parameters)
+            got = launch(*kernel.args, **kernel.encoded, parameters=parameters)
             torch.cuda.synchronize()
         except Exception as error:
             wrong.append(f"{type(error).__name__}: {str(error)[-300:]}: {describe(variant)}")
@@ -205,72 +205,6 @@ def _nothing(x):
     pass
 
 
-@triton.jit(do_not_specialize=list(range(60)))
-def _nothing_of_many(
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
-    a6,
-    a7,
-    a8,
-    a9,
-    b0,
-    b1,
-    b2,
-    b3,
-    b4,
-    b5,
-    b6,
-    b7,
-    b8,
-    b9,
-    c0,
-    c1,
-    c2,
-    c3,
-    c4,
-    c5,
-    c6,
-    c7,
-    c8,
-    c9,
-    d0,
-    d1,
-    d2,
-    d3,
-    d4,
-    d5,
-    d6,
-    d7,
-    d8,
-    d9,
-    e0,
-    e1,
-    e2,
-    e3,
-    e4,
-    e5,
-    e6,
-    e7,
-    e8,
-    e9,
-    f0,
-    f1,
-    f2,
-    f3,
-    f4,
-    f5,
-    f6,
-    f7,
-    f8,
-    f9,
-):
-    pass
-
-
 def floors() -> tuple[float, float]:
     """Bytes per microsecond of a large copy by a GPU that has left its idle clocks, and an empty kernel in a graph."""
     source = torch.randn(1 << 30, device=DEVICE, dtype=BF16)
@@ -279,13 +213,21 @@ def floors() -> tuple[float, float]:
     while time.monotonic() - started < 1.0:
         sink.copy_(source)
         torch.cuda.synchronize()
-    copy = graph_microseconds(lambda: sink.copy_(source), 1000)
+    times = []
+    for _ in range(20):  # not in a graph, where a copy is a node of another kind
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        sink.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
     one = torch.empty(1, device=DEVICE)
     empty = graph_microseconds(lambda: _nothing[(1,)](one), 1)
-    many = graph_microseconds(lambda: _nothing_of_many[(1,)](one, *[1 << 40] * 59), 1)
-    wide = graph_microseconds(lambda: _nothing[(40,)](one), 1)
-    print(f"empty kernel {empty:.2f} us, with 60 arguments {many:.2f}, of 40 programs {wide:.2f}")
-    return 2 * source.numel() * 2 / copy, empty
+    many = graph_microseconds(lambda: _nothing[(1500,)](one), 1)
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"copy {4 * source.numel() / statistics.median(times) / 1e6:.2f} TB/s")
+    print(f"empty kernel {empty:.2f} us, of 1500 programs {many:.2f}")
+    return 2 * source.numel() * 2 / statistics.median(times), empty
 
 
 @dataclass
@@ -322,31 +264,30 @@ def bytes_moved(call: PreparedCall) -> int:
 
 def grid(variant: Variant, tokens: int, full: bool) -> list[LaunchParameters]:
     """Launch parameters worth trying for this many tokens."""
-    width = rope_qkv_triton.next_power_of_2(variant.dims[0])
+    width = rope_qkv_triton.width_of(*variant.dims[:2])
     found: list[LaunchParameters] = []
 
     def tile(heads: int, elements: int, steps: int) -> tuple[int, int]:
         block = min(max(elements // width, 1), rope_qkv_triton.next_power_of_2(heads))
         return block, min(steps, -(-heads // block))
 
-    if tokens <= 512:
-        choices = [
-            (1, elements, 1, warps)
-            for elements, warps in itertools.product((128, 256, 512, 1024, 2048), (1, 2, 4))
-            if 4 <= elements / (32 * warps) <= (16 if tokens < 64 else 32)
-        ]
-    else:
-        choices = [
-            (block, elements, steps, warps)
-            for block, elements, steps, warps in itertools.product(
-                (1, 2, 4, 8), (512, 1024, 2048), (1, 2, 4, 8), (1, 2, 4, 8)
-            )
-            if block * elements == 16 * 32 * warps and (full or (warps in (2, 4) and steps in (2, 4)))
-        ]
+    shapes = itertools.product((1, 2, 4, 8), (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8), (1, 2, 4, 8))
+
+    def worth_trying(block: int, elements: int, steps: int, warps: int) -> bool:
+        each = block * elements / (32 * warps)
+        if tokens < 64:
+            return block == 1 and steps == 1 and (4 <= each <= 8 or (each == 16 and warps > 2))
+        if tokens <= 1024:
+            return each in (8, 16) and steps <= 2 and block <= 4 and (full or (steps == 1) == (tokens < 256))
+        return each == 16 and (
+            (steps in (2, 4) and (block, warps) in ((1, 1), (2, 2), (4, 4))) or (block, steps, warps) == (1, 4, 2)
+        )
+
+    choices = [shape for shape in shapes if worth_trying(*shape)]
     for block, elements, steps, warps in choices:
         found += [
             LaunchParameters(
-                block, *tile(variant.heads[0], elements, steps), *tile(variant.heads[1], elements, steps), warps, False
+                block, *tile(variant.heads[0], elements, steps), *tile(variant.heads[1], elements, steps), warps
             )
         ]
     return list(dict.fromkeys(found))
@@ -356,7 +297,7 @@ def compile_timed(work: list[tuple[str, LaunchParameters]]) -> None:
     """Fill Triton's cache on disk: a kernel is the same for any number of tokens."""
     for shape, parameters in work:
         call = sized(SHAPES[shape], 2)
-        launch(*call.args, **call.options, parameters=parameters)
+        launch(*call.args, **call.encoded, parameters=parameters)
 
 
 def compile_all(compile_some: Callable[[list[Any]], None], work: list[Any]) -> None:
@@ -367,50 +308,57 @@ def compile_all(compile_some: Callable[[list[Any]], None], work: list[Any]) -> N
             pool.map(compile_some, [work[i::workers] for i in range(workers)])
 
 
-def time_all(shapes: list[str], token_counts: list[int], seconds: float) -> list[Timed]:
-    deadline = time.monotonic() + seconds
-    bandwidth, empty = floors()
-    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"copy {bandwidth / 1e6:.2f} TB/s")
-    timed: list[Timed] = []
-    started = time.monotonic()
-    grids = {(shape, t): grid(SHAPES[shape], t, shape == shapes[0]) for shape in shapes for t in token_counts}
-    work = [(shape, p) for (shape, _), found in grids.items() for p in found]
-    work += [(shape, p._replace(dependent=True)) for shape, p in work]
-    work = list(dict.fromkeys(work))
-    compile_all(compile_timed, work)
-    print(f"{len(work)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
+class Bench:
+    """Times calls of the operator at one shape and number of tokens."""
 
-    for shape in shapes:
-        for tokens in token_counts:
-            if time.monotonic() > deadline:
-                print("out of time")
-                break
-            call = sized(SHAPES[shape], tokens)
-            floor = max(bytes_moved(call) / bandwidth, empty)
+    def __init__(self, shape: str, tokens: int, bandwidth: float, empty: float) -> None:
+        self.shape, self.tokens = shape, tokens
+        self.call = sized(SHAPES[shape], tokens)
+        self.floor = max(bytes_moved(self.call) / bandwidth, empty)
 
-            def measure(
-                parameters: LaunchParameters | None,
-                call: PreparedCall = call,
-                shape: str = shape,
-                tokens: int = tokens,
-                floor: float = floor,
-            ) -> float:
-                us = graph_microseconds(lambda: launch(*call.args, **call.options, parameters=parameters), floor)
-                if parameters is not None:
-                    timed.append(Timed(shape, tokens, floor, parameters, us))
-                return us
+    def measure(self, parameters: LaunchParameters | None = None) -> Timed:
+        """With these launch parameters; None takes those of the launch table."""
+        shipped = choose_parameters(self.tokens, *SHAPES[self.shape].heads, *SHAPES[self.shape].dims[:2])
+        us = graph_microseconds(
+            lambda: launch(*self.call.args, **self.call.encoded, parameters=parameters or shipped), self.floor
+        )
+        return Timed(self.shape, self.tokens, self.floor, parameters or shipped, us)
 
-            results = sorted((measure(p), p) for p in grids[shape, tokens])
-            shipped = measure(None)
-            best = results[0][1]
-            print(
-                f"{shape} T={tokens}: floor {floor:.2f}, shipped {shipped:.2f}; best {results[0][0]:.2f} "
-                f"({results[0][0] / floor:.3f}x), again {measure(best):.2f}, dependent "
-                + " ".join(f"{measure(p._replace(dependent=True)):.2f}" for _, p in results[:2]),
-                flush=True,
+
+def table(shapes: list[str], token_counts: list[int], bandwidth: float, empty: float) -> list[Timed]:
+    compile_all(
+        compile_timed,
+        list(
+            dict.fromkeys(
+                (shape, choose_parameters(tokens, *SHAPES[shape].heads, *SHAPES[shape].dims[:2]))
+                for shape in shapes
+                for tokens in token_counts
             )
-            print("    " + "  ".join(f"{us:.2f} {tuple(p)[:6]}" for us, p in results[:6]))
+        ),
+    )
+    print("us (times the floor) at " + ", ".join(map(str, token_counts)) + " tokens")
+    timed = []
+    for shape in shapes:
+        row = [Bench(shape, tokens, bandwidth, empty).measure() for tokens in token_counts]
+        print(f"{shape:15}" + "".join(f"{t.us:9.2f} ({t.us / t.floor_us:.2f})" for t in row), flush=True)
+        timed += row
+    return timed
+
+
+def search(shapes: list[str], token_counts: list[int], seconds: float, bandwidth: float, empty: float) -> list[Timed]:
+    deadline = time.monotonic() + seconds
+    grids = {(shape, t): grid(SHAPES[shape], t, shape == shapes[0]) for shape in shapes for t in token_counts}
+    compile_all(compile_timed, list(dict.fromkeys((shape, p) for (shape, _), found in grids.items() for p in found)))
+    timed: list[Timed] = []
+    for (shape, tokens), found in grids.items():
+        if time.monotonic() > deadline:
+            print("out of time")
+            break
+        bench = Bench(shape, tokens, bandwidth, empty)
+        results = sorted((bench.measure(p) for p in found), key=lambda t: t.us)
+        print(f"{shape} T={tokens}: floor {bench.floor:.2f}, shipped {bench.measure().us:.2f}", flush=True)
+        print("    " + "  ".join(f"{t.us:.2f} {tuple(t.parameters)}" for t in results[:6]))
+        timed += results
     return timed
 
 
@@ -422,7 +370,7 @@ def fp8_mismatch(shapes: list[str], tokens: int = 4096) -> None:
         for math in ("fp32", "exact fp32"):
             call = sized(replace(SHAPES[shape], math=math), tokens)
             eager, kernel = call.with_own_caches(), call.with_own_caches()
-            want, got = reference(*eager.args, **eager.options), launch(*kernel.args, **kernel.options)
+            want, got = reference(*eager.args, **eager.options), launch(*kernel.args, **kernel.encoded)
             rates = [
                 (as_bits(g) != as_bits(w)).double().mean().item()
                 for g, w in zip((got[2], *kernel.caches), (want[2], *eager.caches), strict=True)
@@ -430,37 +378,90 @@ def fp8_mismatch(shapes: list[str], tokens: int = 4096) -> None:
             print(f"{shape} {math}: differing bytes q {rates[0]:.1e}, k {rates[1]:.1e}, v {rates[2]:.1e}")
 
 
-def overhead() -> None:
-    """Host microseconds per call, beside three small operators of torch."""
+def plain_prologue(
+    qkv: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, scales: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """What "gptoss-fp8" computes, in PyTorch; the caches are bytes, indexed directly."""
+    q, k, v = qkv.view(-1, 80, 64).split([64, 8, 8], 1)
+    cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.float().chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(BF16)
+
+    def quantised(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x.float() / scale).clamp(-448, 448).to(E4M3)
+
+    block, place = slots // 16, slots % 16
+    k_cache[block, place] = quantised(rotated(k), scales[1]).view(torch.uint8)
+    v_cache[block, place] = quantised(v, scales[2]).view(torch.uint8)
+    return quantised(rotated(q), scales[0])
+
+
+def host() -> None:
+    """Host microseconds per call, of the operator and of compiled functions with it and without it."""
+    import rope_fusion.kernels.prologue  # noqa: F401  (how Inductor calls the operator)
+    from rope_fusion.kernels.rope_qkv_triton import prepare, run
+
+    def spent(fn: Callable[[], object], n: int = 1000) -> float:
+        times = []
+        for _ in range(5):
+            fn()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(n // 5):
+                fn()
+            times.append((time.perf_counter() - start) / (n // 5) * 1e6)
+        torch.cuda.synchronize()
+        return statistics.median(times)
+
     call = sized(BASE, 1)
     operator = torch.ops.rope_fusion.rope_qkv
     x = torch.randn(64, 64, device=DEVICE)
-
-    def host(fn: Callable[[], object], n: int = 2000) -> float:
-        for _ in range(20):
-            fn()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(n):
-            fn()
-        spent = (time.perf_counter() - start) / n * 1e6
-        torch.cuda.synchronize()
-        return spent
-
-    from rope_fusion.kernels.rope_qkv_triton import prepare, run
-
-    prepared = prepare(*call.args, **call.options)
+    prepared = prepare(*call.args, **call.encoded)
     print(
-        f"host us per call: operator {host(lambda: operator(*call.args, **call.options)):.1f}, "
-        f"launch {host(lambda: launch(*call.args, **call.options)):.1f}, "
-        f"prepare {host(lambda: prepare(*call.args, **call.options)):.1f}, run {host(lambda: run(prepared)):.1f}; "
-        f"torch mul {host(lambda: x * 2):.1f}, empty Triton kernel {host(lambda: _nothing[(1,)](x)):.1f}"
+        f"host us per call: readable {spent(lambda: operator.default(*call.args, **call.options)):.1f}, "
+        f"encoded {spent(lambda: operator.encoded(*call.args, **call.encoded)):.1f}, "
+        f"of it prepare {spent(lambda: prepare(*call.args, **call.encoded)):.1f}, run {spent(lambda: run(prepared)):.1f}; "
+        f"torch mul {spent(lambda: x * 2):.1f}, empty Triton kernel {spent(lambda: _nothing[(1,)](x)):.1f}"
     )
+    q, k, v, cos, sin, positions, k_cache, v_cache, slots = call.args[:9]
+    qkv = torch.cat([part.flatten(1) for part in (q, k, v)], -1)
+    plain_args = (qkv, torch.cat((cos, sin), -1), positions[0], slots, torch.rand(3, device=DEVICE) + 0.1)
+    caches = [cache.view(torch.uint8).clone() for cache in (k_cache, v_cache)]
+
+    @torch.compile(dynamic=False)
+    def fused(*args: torch.Tensor) -> torch.Tensor:
+        return operator.default(*args, **call.options)[2]
+
+    compiled_plain = torch.compile(plain_prologue, dynamic=False)
+    eager, compiled = call.with_own_caches(), call.with_own_caches()
+    want, got = reference(*eager.args, **eager.options)[2], fused(*compiled.args)
+    same = all(
+        torch.equal(as_bits(w), as_bits(g)) for w, g in zip((want, *eager.caches), (got, *compiled.caches), strict=True)
+    )
+    print(
+        f"compiled, with the operator {spent(lambda: fused(*call.args)):.1f} (same bits as eager: {same}), "
+        f"in plain PyTorch {spent(lambda: compiled_plain(*plain_args, *caches)):.1f}"
+    )
+    for tokens in (1, 64):
+        sized_call = sized(BASE, tokens)
+        y = torch.randn(8, 4096, device=DEVICE)
+
+        def both(sized_call: PreparedCall = sized_call, y: torch.Tensor = y) -> None:
+            y.mul_(1.0)
+            launch(*sized_call.args, **sized_call.encoded)
+
+        alone = graph_microseconds(lambda y=y: y.mul_(1.0), 2)  # type: ignore[misc]
+        print(
+            f"on the device, after a kernel of another kind, {tokens} tokens: {graph_microseconds(both, 3) - alone:.2f}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", nargs="*", default=["check", "time", "overhead"])
+    parser.add_argument("what", nargs="*", default=["check", "table", "host"])
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8, 64, 256, 2048, 16384, 65536])
     parser.add_argument("--seconds", type=float, default=300)
@@ -470,10 +471,16 @@ def main() -> None:
     if "check" in options.what:
         record["wrong"] = check(options.seeds)
         fp8_mismatch(options.shapes)
-    if "overhead" in options.what:
-        overhead()
-    if "time" in options.what:
-        timed = time_all(options.shapes, options.tokens, options.seconds)
+    if "host" in options.what:
+        host()
+    timed: list[Timed] = []
+    if {"table", "search"} & set(options.what):
+        bandwidth, empty = floors()
+        if "table" in options.what:
+            timed += table(options.shapes, options.tokens, bandwidth, empty)
+        if "search" in options.what:
+            timed += search(options.shapes, options.tokens, options.seconds, bandwidth, empty)
+        record |= {"bytes_per_us": bandwidth, "empty_us": empty}
         record["timed"] = [vars(t) | {"parameters": t.parameters._asdict()} for t in timed]
     if folder := os.environ.get("OUT"):
         Path(folder, "rope_qkv.json").write_text(json.dumps(record))

@@ -91,8 +91,8 @@ def compiled(target: Target, variant: Variant, rule: int) -> Compiled:
     variant = adapted(variant, target)
     call = make_call(variant, device="meta")
     tokens = min(int(min(LAUNCH_TABLE[rule].up_to, 1 << 20)), 1 << 20)
-    parameters = choose_parameters(tokens, *variant.heads, variant.dims[0])
-    return compile_call(target, prepare(*call.args, **call.options, parameters=parameters, target=target))
+    parameters = choose_parameters(tokens, *variant.heads, *variant.dims[:2])
+    return compile_call(target, prepare(*call.args, **call.encoded, parameters=parameters, target=target))
 
 
 def chosen() -> list[Any]:

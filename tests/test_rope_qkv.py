@@ -253,6 +253,8 @@ def test_compiled_call_writes_the_callers_cache_and_copies_none(joint: bool, fun
     import torch._inductor.config
     from torch._inductor.utils import run_and_get_code
 
+    import rope_fusion.kernels.prologue  # noqa: F401  (the lowering)
+
     variant = next(v for v in VARIANTS if v.joint == joint and v.writes == "kv" and v.source == "packed")
     call = make_call(variant)
     eager, compiled = call.with_own_caches(), call.with_own_caches()
@@ -265,6 +267,7 @@ def test_compiled_call_writes_the_callers_cache_and_copies_none(joint: bool, fun
         got, (code,) = run_and_get_code(torch.compile(program, fullgraph=True), compiled)
     for w, g in zip((*want, *eager.caches), (*got, *compiled.caches), strict=True):
         assert torch.equal(as_bits(w), as_bits(g))
+    assert "rope_qkv.encoded" in code
     assert "copy_" not in code
     assert "clone" not in code
     assert "empty_strided_cpu(" not in code.split("def call")[1].split("return")[0]

@@ -45,7 +45,7 @@ SMALL = (4, 2, 2, 1, 2)  # tokens, heads and steps of q, of k and v: several and
 def launched(call: PreparedCall, tile: tuple[int, int, int, int, int] = SMALL) -> Any:
     from rope_fusion.kernels.rope_qkv_triton import LaunchParameters, launch
 
-    return launch(*call.args, **call.options, parameters=LaunchParameters(*tile, warps=1, dependent=False))
+    return launch(*call.args, **call.encoded, parameters=LaunchParameters(*tile, warps=1))
 
 
 def as_bits(x: Tensor) -> Tensor:

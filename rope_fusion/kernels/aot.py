@@ -57,6 +57,13 @@ def gpu_target(target: Target) -> GPUTarget:
     return GPUTarget(target.backend, target.arch, 64 if target.backend == "hip" else 32)
 
 
+def number_type(value: int | float) -> str:
+    """The type that a launch gives a number whose parameter declares none."""
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if value.bit_length() < 32 else "i64"
+
+
 def compile_kernel(
     target: Target,
     kernel: Any,
@@ -71,7 +78,8 @@ def compile_kernel(
     Args:
         target: what to compile for.
         kernel: a ``triton.jit`` function.
-        arguments: one for each parameter that is not a constexpr, in order; numbers take the type the kernel declares.
+        arguments: one for each parameter that is not a constexpr, in order; numbers take the type the kernel
+            declares, or the one that a launch gives them.
         constexprs: values of the constexpr parameters by name.
         options: launch options, such as ``num_warps``.
     """
@@ -91,7 +99,7 @@ def compile_kernel(
             signature[parameter.name] = POINTER_TYPES[value.dtype]
             attributes[(index,)] = ALIGNED
         else:
-            signature[parameter.name] = parameter.annotation_type
+            signature[parameter.name] = parameter.annotation_type or number_type(value)
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=gpu_target(target), options=dict(options))
     if target.backend == "hip":
@@ -107,8 +115,9 @@ def compile_kernel(
 
 def compile_call(target: Target, call: Call) -> Compiled:
     """Compile the fused prologue for a call prepared with ``rope_qkv_triton.prepare``."""
-    variant = call.variant
-    return compile_kernel(target, rope_qkv_kernel, (*call.pointers, *call.numbers), variant.constexprs, variant.options)
+    plan = call.plan
+    variant = plan.variant
+    return compile_kernel(target, rope_qkv_kernel, (*call.pointers, *plan.numbers), variant.constexprs, variant.options)
 
 
 def amd_resources(assembly: str) -> tuple[int, int]:

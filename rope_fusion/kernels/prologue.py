@@ -7,10 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_fusion._torch import auto_functionalized
+from rope_fusion._torch import auto_functionalized, fallback_handler, register_lowering
 from rope_fusion.canonical.attributes import KvWriteAttributes, QuantAttributes, RotaryAttributes
 from rope_fusion.kernels import rope_qkv as _operator
 from rope_fusion.kernels.cache_layout import parse_layout
+
+_ARGUMENTS = torch.ops.rope_fusion.rope_qkv.default._schema.arguments
+_TENSORS = [argument.name for argument in _ARGUMENTS if not argument.kwarg_only]
+
+
+@register_lowering(torch.ops.rope_fusion.rope_qkv.default, type_promotion_kind=None)
+def _lower_to_encoded(*tensors: Any, need_q: bool, need_k: bool, **named: Any) -> Any:
+    """Generated code calls the form of the operator that costs the dispatcher less."""
+    given = dict(zip(_TENSORS, tensors, strict=False))
+    given |= {name: named.pop(name) for name in _TENSORS if name in named}
+    call = fallback_handler(torch.ops.rope_fusion.rope_qkv.encoded, add_to_fallback_set=False)
+    return call(*[given[name] for name in _TENSORS], _operator.encoded(**named), need_q, need_k)
 
 
 def call_prologue(

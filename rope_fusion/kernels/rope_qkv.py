@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rope_fusion.canonical.attributes import Attributes
 from rope_fusion.kernels.cache_layout import parse_layout
 
 SCHEMA = """rope_qkv(Tensor q, Tensor? k, Tensor? v, Tensor cos, Tensor sin, Tensor? positions,
@@ -29,6 +31,51 @@ SCHEMA = """rope_qkv(Tensor q, Tensor? k, Tensor? v, Tensor cos, Tensor sin, Ten
     bool q_scale_multiplies, bool kv_scale_multiplies, str k_layout, str v_layout, bool skip_negative_slots,
     ScalarType math_dtype, ScalarType out_dtype, bool exact,
     bool need_q, bool need_k) -> (Tensor q_rot, Tensor k_rot, Tensor q_fp8_out)"""
+
+ENCODED_SCHEMA = """rope_qkv.encoded(Tensor q, Tensor? k, Tensor? v, Tensor cos, Tensor sin, Tensor? positions,
+    Tensor(a!)? k_cache, Tensor(b!)? v_cache, Tensor? slots, Tensor? slot_offsets,
+    Tensor? q_scale, Tensor? k_scale, Tensor? v_scale,
+    str options, bool need_q, bool need_k) -> (Tensor q_rot, Tensor k_rot, Tensor q_fp8_out)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrologueOptions(Attributes):
+    """The options of `rope_qkv`, which ``rope_qkv.encoded`` takes in one string.
+
+    The dispatcher converts each argument by itself; for twenty options that costs more than all the rest of a call. So
+    graphs hold the readable form, and the code generated from them calls the other (see `prologue`).
+    """
+
+    interleaved: bool
+    inverse: bool
+    halves_out: bool
+    rotary_dim: int
+    rotary_start: int
+    q_fp8: torch.dtype | None
+    kv_fp8: torch.dtype | None
+    q_scale_value: float
+    k_scale_value: float
+    v_scale_value: float
+    q_scale_multiplies: bool
+    kv_scale_multiplies: bool
+    k_layout: str
+    v_layout: str
+    skip_negative_slots: bool
+    math_dtype: torch.dtype
+    out_dtype: torch.dtype
+    exact: bool
+
+
+@lru_cache(maxsize=1024)
+def encoded(**options: Any) -> str:
+    """Options as the string that ``rope_qkv.encoded`` takes."""
+    return PrologueOptions(**options).encode()
+
+
+@lru_cache(maxsize=1024)
+def decoded(options: str) -> PrologueOptions:
+    """The options behind that string."""
+    return PrologueOptions.decode(options)
 
 
 def rotate_reference(
@@ -230,11 +277,29 @@ def fake(
     )
 
 
-def on_gpu(*args: Tensor | None, **options: object) -> tuple[Tensor, Tensor, Tensor]:
+def reference_of_encoded(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``rope_qkv.encoded`` on the CPU."""
+    *tensors, options, need_q, need_k = arguments
+    return reference(*tensors, **vars(decoded(options)), need_q=need_q, need_k=need_k)
+
+
+def fake_of_encoded(q: Tensor, k: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``rope_qkv.encoded`` on fake tensors."""
+    options, need_q, need_k = arguments[-3:]
+    return fake(q, k, **vars(decoded(options)), need_q=need_q, need_k=need_k)
+
+
+def on_gpu(*tensors: Tensor | None, need_q: bool, need_k: bool, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """CUDA and ROCm: the Triton kernel. What it cannot do is an error here; gates ask ``unsupported`` first."""
+    return encoded_on_gpu(*tensors, encoded(**options), need_q, need_k)
+
+
+def encoded_on_gpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``rope_qkv.encoded`` on CUDA and ROCm."""
     from rope_fusion.kernels.rope_qkv_triton import launch  # Triton is optional until a GPU tensor arrives
 
-    return launch(*args, **options)
+    *tensors, options, need_q, need_k = arguments
+    return launch(*tensors, options=options, need_q=need_q, need_k=need_k)
 
 
 @dataclass(frozen=True)
@@ -338,7 +403,11 @@ def unsupported(
 
 # Any strides with last stride 1 are taken; only their order must not change, because the outputs copy it (empty_like).
 LIBRARY = torch.library.Library("rope_fusion", "FRAGMENT")
-LIBRARY.define(SCHEMA, tags=(torch.Tag.needs_fixed_stride_order,))
+for schema in (SCHEMA, ENCODED_SCHEMA):
+    LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
 LIBRARY.impl("rope_qkv", reference, "CPU")
 LIBRARY.impl("rope_qkv", on_gpu, "CUDA")
+LIBRARY.impl("rope_qkv.encoded", reference_of_encoded, "CPU")
+LIBRARY.impl("rope_qkv.encoded", encoded_on_gpu, "CUDA")
 torch.library.register_fake("rope_fusion::rope_qkv", fake, lib=LIBRARY)
+torch.library.register_fake("rope_fusion::rope_qkv.encoded", fake_of_encoded, lib=LIBRARY)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rope_fusion.kernels.rope_qkv import encoded
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -152,6 +154,13 @@ class PreparedCall:
 
     args: list[Any]
     options: dict[str, Any]
+
+    @property
+    def encoded(self) -> dict[str, Any]:
+        """The options as ``rope_qkv.encoded`` takes them."""
+        needs = {name: self.options[name] for name in ("need_q", "need_k")}
+        rest = {name: value for name, value in self.options.items() if name not in needs}
+        return {"options": encoded(**rest), **needs}
 
     @property
     def caches(self) -> list[Tensor]:
