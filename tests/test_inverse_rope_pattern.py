@@ -269,6 +269,28 @@ def test_the_conversion_of_an_fp32_rotation_to_a_narrow_result_is_part_of_it(
     assert "cpp_fused" not in code  # the conversion is done by the operator
 
 
+@pytest.mark.parametrize("numerics", ["fp32", "exact"])
+def test_parts_of_an_fp32_tensor_that_are_narrowed_one_by_one_are_one_rotation(numerics: str) -> None:
+    def narrow_each(o: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+        cos, sin = halves(positions, cache)
+        a, b = o[..., -ROTARY:].unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((a * cos + b * sin, b * cos - a * sin), -1).flatten(-2)
+        return torch.cat([o[..., :-ROTARY].to(torch.bfloat16), turned.to(torch.bfloat16)], -1)
+
+    arguments = inputs(dtype=torch.float32)
+    settings = OPTIONS | {"rope_fusion.numerics": numerics}
+    assert_hits(narrow_each, arguments, {"inverse_rope": 1}, options=settings)
+    function = compile_again(narrow_each, settings, None)
+    got, (code,) = torch._inductor.utils.run_and_get_code(function, *arguments)
+    wanted = narrow_each(*arguments)
+    assert torch.equal(got[..., :-ROTARY], wanted[..., :-ROTARY])
+    # fused products move an fp32 sum by a trifle, which can cross one rounding boundary of bf16
+    torch.testing.assert_close(
+        got, wanted, rtol=0 if numerics == "exact" else 2**-7, atol=0 if numerics == "exact" else 1e-6
+    )
+    assert "cpp_fused" not in code  # nothing is narrowed beside the operator
+
+
 def produced(rotate: Spelling, o: Tensor, positions: Tensor, cache: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """A rotated matrix product, and that product as it was before."""
     made = (o @ weight).reshape(o.shape)

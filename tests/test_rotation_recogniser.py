@@ -593,6 +593,37 @@ def test_the_conversion_back_may_come_before_the_elements_passed_through():
     assert (rotation.width, rotation.math_dtype) == (D, torch.float32)
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("assigned", [False, True])
+def test_parts_that_are_narrowed_one_by_one_are_one_rotation(narrow, assigned):
+    def joined(x, cos, sin):
+        return torch.cat((x[..., :-8].to(narrow), chunked(x[..., -8:], cos, sin).to(narrow)), -1)
+
+    def overwritten(x, cos, sin):
+        out = x.to(narrow)
+        out[..., -8:] = chunked(x[..., -8:], cos, sin).to(narrow)
+        return out
+
+    rotation = only(record(overwritten if assigned else joined, *inputs(4)))
+    assert (rotation.width, rotation.start, rotation.math_dtype) == (D, D - 8, torch.float32)
+    assert (rotation.x.meta["val"].dtype, rotation.out.meta["val"].dtype) == (torch.float32, narrow)
+
+
+def test_parts_of_another_tensor_or_narrowed_twice_are_not_passed_through():
+    def of_another(x, cos, sin):
+        return torch.cat((x.sin()[..., :-8].bfloat16(), chunked(x[..., -8:], cos, sin).bfloat16()), -1)
+
+    def rotated_after_narrowing(x, cos, sin):
+        turned = chunked(x[..., -8:].bfloat16().float(), cos, sin).bfloat16()
+        return torch.cat((x[..., :-8].bfloat16(), turned), -1)
+
+    def out_of_place(x, cos, sin):
+        return torch.cat((x[..., 8:].bfloat16(), chunked(x[..., -8:], cos, sin).bfloat16()), -1)
+
+    for function in (of_another, rotated_after_narrowing, out_of_place):
+        assert all(rotation.width == 8 for rotation in record(function, *inputs(4)).rotations)
+
+
 def test_arithmetic_in_the_dtype_of_x_is_reported_as_such():
     assert only(record(rotate_half, *inputs(D, dtype=torch.bfloat16))).math_dtype == torch.bfloat16
 

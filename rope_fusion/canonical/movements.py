@@ -26,6 +26,8 @@ prims = torch.ops.prims
 
 Follow = Callable[["Interpreter", Node, bool], Elements]
 
+_CONVERSIONS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
+
 
 def _static(*numbers: Any) -> None:
     if not all(number is None or isinstance(number, int) for number in numbers):
@@ -287,7 +289,8 @@ def _pieces(
     """The elements of tensors that are put together into `whole`.
 
     Where some pieces hold sums of products and others do not, the others are passed through: they are read as operands,
-    so that they are made of the same leaf as the operands of those sums.
+    so that they are made of the same leaf as the operands of those sums. Beside rounded sums, those that were narrowed
+    just before are such operands too.
     """
     if any(tensor(source).dtype != tensor(whole).dtype for source in sources):
         raise Opaque
@@ -298,7 +301,31 @@ def _pieces(
                 interpreter.met_unfinished = True
             if not piece.has_sums and not interpreter.choices.products_stay:
                 pieces[index] = read(interpreter, sources[index], False)
+        sums = [piece for piece in pieces if piece.has_sums]
+        if all(piece.rounded for piece in sums):
+            made_of = {int(number) for piece in sums for number in piece.leaf_numbers()}
+            for index, piece in enumerate(pieces):
+                if not piece.has_sums and made_of.isdisjoint(map(int, piece.leaf_numbers())):
+                    pieces[index] = _before_narrowing(interpreter, sources[index], made_of, read) or piece
     return pieces
+
+
+def _before_narrowing(interpreter: Interpreter, node: Node, made_of: set[int], read: Follow) -> Elements | None:
+    """The elements that a conversion to fewer bits narrows, where they are columns of the given leaves."""
+    source = node.args[0] if node.target in _CONVERSIONS else None
+    if not isinstance(source, Node) or set(node.kwargs) - {"dtype", "memory_format"}:
+        return None
+    before, after = tensor(source).dtype, tensor(node).dtype
+    if before not in FLOAT_DTYPES or after not in FLOAT_DTYPES or after.itemsize >= before.itemsize:
+        return None
+    try:
+        elements = read(interpreter, source, False)
+    except Opaque:
+        return None
+    if not made_of.issuperset(map(int, elements.leaf_numbers())):
+        return None
+    interpreter.pass_through(node, False)
+    return elements
 
 
 def _uniform(pieces: Sequence[Elements]) -> list[Elements]:
