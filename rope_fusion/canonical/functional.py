@@ -220,6 +220,7 @@ class CallReader:
         self._targets = targets
         self._patches: dict[Node, tuple[Node, list[_Patch]]] = {}  # patched value -> (value before, patches)
         self._extraction: set[Node] = set()  # nodes between a patched value and its patches
+        self._regions: dict[str, Region | None] = {}
         self.read_through = ReadThrough()
 
     def read(self) -> list[InPlaceCall]:
@@ -441,7 +442,11 @@ class CallReader:
         as_strided = any(step[0] is aten.as_strided.default for step in steps)
         if as_strided and not value.is_contiguous():
             return None
-        return region_of(value.shape, steps, self._fake_mode)
+        # Layers repeat their views. Sizes are told apart by their expressions, so symbolic ones are too.
+        key = str((tuple(value.shape), torch.fx.map_arg(list(steps), lambda node: str(node.meta["val"]))))
+        if key not in self._regions:
+            self._regions[key] = region_of(value.shape, steps, self._fake_mode)
+        return self._regions[key]
 
 
 def _steps(path: Sequence[Node]) -> list[tuple[Any, ...]]:
