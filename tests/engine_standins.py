@@ -242,6 +242,8 @@ def register() -> frozenset[str]:
                 continue
             name = f"{namespace}::{schema.split('(')[0]}"
             if hasattr(getattr(torch.ops, namespace), name.split("::")[1]):
+                if name in BODIES and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+                    library.impl(name.split("::")[1], BODIES[name], "CPU")  # the real one runs on GPUs only
                 continue
             library.define(schema)
             if name in BODIES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,10 @@ from engine_cases import (
 )
 from engine_graphs import FUSED, check, compiled
 from torch import Tensor
+
+from rope_fusion.fusion_pass import FusionPass
+from rope_fusion.options import make_options
+from rope_fusion.report import GraphReport
 
 LIMIT = torch.finfo(FP8).max
 
@@ -242,6 +247,93 @@ def test_dynamic_number_of_tokens(form, layout):
     caches = [torch.zeros(shape, dtype=torch.bfloat16) for shape in LAYOUTS[layout]]
     result = check(layer, [*args, caches], {"rope_static_q_fp8_kv": 1}, **form_settings(form))
     assert "s0" in result.after
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_scales_have_one_element_in_any_shape(form, shape, kind):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        store(k, v, k_cache, v_cache, slots, kind, scale)
+        return quantised(q, scale)
+
+    given = arguments(scale=torch.full(shape, 0.05))
+    if kind == "fp8":
+        given["k_cache"], given["v_cache"] = (torch.zeros(BLOCKS, PAGE, KV_HEADS, DIM).to(torch.uint8) for _ in "kv")
+    check(layer, list(given.values()), {"rope_static_q_fp8_kv": 1}, **form_settings(form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_outputs_in_every_order(form, order):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        outputs = (quantised(q, scale), k * 1, k_cache * 1)
+        return [outputs[at] for at in order]
+
+    check(layer, list(arguments().values()), {"rope_static_q_fp8_kv": 1}, **form_settings(form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_caches_as_attributes_of_a_module(form):
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("k_cache", arguments()["k_cache"])
+            self.register_buffer("v_cache", arguments()["v_cache"])
+
+        def forward(self, x, positions, table, slots, scale):
+            q, k, v = split_columns(x)
+            rotate(positions, q, k, table)
+            store(k, v, self.k_cache, self.v_cache, slots, "auto", scale)
+            return q * 1, self.k_cache * 1
+
+    given = arguments()
+    args = [given[name] for name in ("x", "positions", "table", "slots", "scale")]
+    check(Layer(), args, {"rope_kv": 1}, **form_settings(form))
+
+
+@pytest.mark.parametrize("v2", [True, False])
+def test_caches_as_attributes_of_the_graph(v2):
+    """As in graphs that were frozen or exported."""
+    captured: list[torch.fx.Graph] = []
+
+    def keep(graph: torch.fx.Graph) -> None:
+        captured.append(copy.deepcopy(graph))
+
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    given = arguments()
+    compiled(layer, *given.values(), v2=v2, transform=keep)
+    (graph,) = captured
+    root = torch.nn.Module()
+    names = []
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.meta["val"].dim() == 4]:
+        names.append(f"cache_{len(names)}")
+        root.register_buffer(names[-1], torch.zeros(node.meta["val"].shape, dtype=torch.bfloat16))
+        with graph.inserting_after(node):
+            attribute = graph.get_attr(names[-1])
+        attribute.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(attribute)
+        graph.erase_node(node)
+    module = torch.fx.GraphModule(root, graph)
+    reports: list[GraphReport] = []
+    FusionPass(make_options({"kernels": "reference", "strict": True}), reports.append)(module.graph)
+    assert reports[0].hits == {"rope_kv": 1}
+    module.recompile()
+    inputs = [given[name] for name in ("x", "table", "slots", "scale")]  # slots will do as positions
+    by_shape = {str(tuple(value.shape)) + str(value.dtype): value for value in inputs}
+    placeholders = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    module(*(by_shape[str(tuple(v.shape)) + str(v.dtype)] for v in placeholders))
+    assert all(getattr(module, name).any() for name in names)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -457,3 +549,41 @@ def test_fused_operator_may_be_captured_in_cuda_graphs():
     assert torch.Tag.cudagraph_unsafe not in tags
     assert torch.Tag.data_dependent_output not in tags
     assert torch.Tag.dynamic_output_shape not in tags
+
+
+def test_graph_is_rolled_back_where_the_order_of_in_place_calls_could_not_be_kept(monkeypatch):
+    """The order of nodes is all that says whether a reader of q comes before or after an in-place call."""
+    from rope_fusion.canonical import engine_ops, functional
+
+    order = functional.OrderOfEffects
+    monkeypatch.setattr(order, "broken", lambda self, graph, replaced=(): "x reads what y writes in place")
+
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    assert engine_ops.OrderOfEffects is order
+    result = check(layer, list(arguments().values()), {}, strict=False, **form_settings("raw"))
+    assert any("x reads what y writes in place" in sentence for sentence in result.report.failures)
+    assert result.before == result.after
+
+
+def test_moved_reader_of_an_in_place_call_is_noticed():
+    from rope_fusion.canonical.functional import OrderOfEffects
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    view = graph.call_function(torch.ops.aten.view.default, (x, [-1]))
+    early = graph.call_function(torch.ops.aten.neg.default, (view,))
+    write = graph.call_function(torch.ops.aten.add_.Scalar, (x, 1))
+    late = graph.call_function(torch.ops.aten.neg.default, (view,))
+    graph.output((early, late))
+    order = OrderOfEffects(graph)
+    assert order.broken(graph) is None
+    late.append(early)
+    assert (
+        order.broken(graph)
+        == f"{early.name} reads what {write.name} writes in place, and their order could not be kept"
+    )
