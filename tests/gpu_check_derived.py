@@ -167,10 +167,9 @@ def check_casts_leave_the_step(mode: str | None, shared: bool) -> bool:
     tables = list(model.buffers())
     casts_of = lambda step: sum(n for name, n in kernels_of(step).items() if "triton" in name and "_to_copy" in name)  # noqa: E731
     with torch.no_grad():
-        expected = model(x, positions)
         torch._dynamo.reset()
         plain = torch.compile(model, mode=mode)
-        plain(x, positions)
+        expected = plain(x, positions).clone()  # not eager: over 36 layers its own rounding is 2 % off Inductor's
         before, plain_ms = casts_of(lambda: plain(x, positions)), milliseconds(lambda: plain(x, positions), 50)
         with rope_fusion.record() as report:
             ours = compiled(model, mode)
@@ -179,7 +178,7 @@ def check_casts_leave_the_step(mode: str | None, shared: bool) -> bool:
         right = close(ours(x, positions), expected)
         for table in tables:
             table.mul_(0.5)
-        fresh = close(ours(x, positions), model(x, positions))
+        fresh = close(ours(x, positions), plain(x, positions))
     hits = report.hits.get("cos_sin_cast", 0)
     good = right and fresh and hits == LAYERS and after == 0 and before >= (1 if shared else LAYERS)
     return say(
