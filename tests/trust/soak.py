@@ -110,6 +110,8 @@ def main() -> int:
     while soak.count["programs"] + soak.count["mutations"] < arguments.soak and not soak.broken:
         soak.program(f"{arguments.seed}/{index}", arguments.mutations)
         index += 1
+        if index % 200 == 0:
+            print(f"{index} programs, {time.perf_counter() - begin:.0f} s: {dict(soak.count)}", flush=True)
     print(
         f"seed {arguments.seed}, programs {arguments.start} to {index - 1}: {dict(soak.count)}, hits {dict(soak.hits)}, "
         f"largest error {soak.worst:.2f} of what is allowed, {time.perf_counter() - begin:.0f} s"
