@@ -92,7 +92,7 @@ def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
 # Layouts: a name, the shape of what the graph receives, and the key and value caches in it.
 
 
-def separate(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
+def apart(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
     return caches[0], caches[1]
 
 
@@ -116,7 +116,7 @@ def joint_last(caches: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 LAYOUTS: dict[Callable[[list[Tensor]], tuple[Tensor, Tensor]], list[tuple[int, ...]]] = {
-    separate: [(BLOCKS, PAGE, KV_HEADS, DIM)] * 2,
+    apart: [(BLOCKS, PAGE, KV_HEADS, DIM)] * 2,
     heads_first: [(BLOCKS, KV_HEADS, PAGE, DIM)] * 2,
     joint_first: [(2, BLOCKS, PAGE, KV_HEADS, DIM)],
     joint_second: [(BLOCKS, 2, PAGE, KV_HEADS, DIM)],
@@ -202,7 +202,8 @@ def decode_step(
         q, k, v = (hidden @ qkv).split(SIZES, -1)
         rotate(positions, q, k, table)
         q8 = quantised(q, scale)
-        store(k, v, *cache.unbind(0), slots, "fp8", scale)
+        k_cache, v_cache = cache.unbind(0)
+        store(k, v, k_cache, v_cache, slots, "fp8", scale)
         hidden = hidden + q8.to(hidden.dtype) @ out
     return hidden
 

@@ -36,7 +36,11 @@ def on_gpu(value: Any) -> Any:
 
 def compiled(function: Callable[..., Any], v2: bool, report: Report) -> Callable[..., Any]:
     torch.compiler.reset()
-    options = {"rope_fusion.report": report, "rope_fusion.strict": True, "enable_auto_functionalized_v2": v2}
+    options: dict[str, Any] = {
+        "rope_fusion.report": report,
+        "rope_fusion.strict": True,
+        "enable_auto_functionalized_v2": v2,
+    }
     return torch.compile(function, backend=rope_fusion, options=options, fullgraph=True)
 
 

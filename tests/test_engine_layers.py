@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import sys
 from collections.abc import Iterator
@@ -54,12 +55,14 @@ class Engine:
         dtype = torch.bfloat16 if kind == "auto" else torch.uint8
         self.kind = kind
         self.caches = [torch.zeros(BLOCKS, PAGE, KV_HEADS, DIM, dtype=dtype) for _ in range(2)]
+        self.k_cache, self.v_cache = self.caches
 
     # what the engine's operators do
 
     def store(self, key: Tensor, value: Tensor) -> None:
         if self.slots is not None:
-            reshape_and_cache_flash(key, value, *self.caches, self.slots, self.kind, self.scale, self.scale)
+            scales = (self.scale, self.scale)
+            reshape_and_cache_flash(key, value, self.k_cache, self.v_cache, self.slots, self.kind, *scales)
 
     # what a cache provider does
 
@@ -72,7 +75,7 @@ class Engine:
             return self.store
         fp8 = None if self.kind == "auto" else torch.float8_e4m3fn
         scale = None if fp8 is None else self.scale
-        return CacheBinding(*self.caches, self.slots, "n p h d", "n p h d", fp8, scale, scale)
+        return CacheBinding(self.k_cache, self.v_cache, self.slots, "n p h d", "n p h d", fp8, scale, scale)
 
     def refusal(self, layer: Any) -> str | None:
         assert getattr(layer, "value", layer) == LAYER
@@ -143,8 +146,8 @@ def layer(
     return out
 
 
-def quantising(*args: Any) -> Tensor:
-    return layer(*args, quantise=True)
+def quantising(x: Tensor, positions: Tensor, table: Tensor, scale: Tensor) -> Tensor:
+    return layer(x, positions, table, scale, quantise=True)
 
 
 def given() -> list[Tensor]:
@@ -229,7 +232,7 @@ def test_engine_fusion_is_left_alone_unless_quantisation_joins(engine):
     alone = check_layer(engine, fused, {})
     assert alone.before == alone.after
     assert alone.report.patterns["rope_kv_by_layer"].refusals == {"the engine's own operator does this already": 1}
-    joined = check_layer(engine, lambda *args: fused(*args, quantise=True), {"rope_static_q_fp8_kv_by_layer": 1})
+    joined = check_layer(engine, functools.partial(fused, quantise=True), {"rope_static_q_fp8_kv_by_layer": 1})
     assert joined.count("fused_rope_and_unified_kv_cache_update") == 0
 
 
@@ -260,7 +263,7 @@ def test_update_that_the_engine_keeps_out_of_cuda_graphs_stays_out(engine):
 
 def test_provider_must_answer_every_question():
     with pytest.raises(TypeError, match=r"needs a method refusal\(layer\), got SimpleNamespace"):
-        register_cache_provider("half", SimpleNamespace(binding=print))  # type: ignore[arg-type]
+        register_cache_provider("half", SimpleNamespace(binding=print))
 
 
 def test_graph_whose_provider_is_gone_says_what_to_do():
@@ -353,11 +356,12 @@ def vllm_layer(cache: Tensor, kind: str = "auto", **changed: Any) -> SimpleNames
 def forward_context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A stand-in of vLLM's forward context, and of the modules that the provider looks into."""
     context = SimpleNamespace(no_compile_layers={}, slot_mapping={LAYER: torch.tensor([1, 2, -1])}, virtual_engine=0)
-    for name, contents in {
+    modules: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.forward_context": {"get_forward_context": lambda: context},
         "vllm.platforms": {"current_platform": SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn)},
-    }.items():
+    }
+    for name, contents in modules.items():
         module = ModuleType(name)
         module.__dict__.update(contents)
         monkeypatch.setitem(sys.modules, name, module)
@@ -462,17 +466,18 @@ class InductorPass:
 
 
 @pytest.fixture
-def known_vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def known_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     manager = type("PostGradPassManager", (PassManager,), {"configure": PassManager.configure, "__module__": "vllm"})
     config = type("VllmConfig", (), {"compute_hash": lambda self: "0123456789"})
-    for name, contents in {
+    modules: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.config": {"VllmConfig": config},
         "vllm.compilation": {},
         "vllm.compilation.passes": {},
         "vllm.compilation.passes.pass_manager": {"PostGradPassManager": manager},
         "vllm.compilation.passes.inductor_pass": {"InductorPass": InductorPass},
-    }.items():
+    }
+    for name, contents in modules.items():
         module = ModuleType(name)
         module.__dict__.update(contents)
         monkeypatch.setitem(sys.modules, name, module)

@@ -237,7 +237,8 @@ def test_dynamic_number_of_tokens(form, layout):
         q, k, v = split_columns(x)
         rotate(positions, q, k, table)
         q8 = quantised(q, scale)
-        store(k, v, *layout(caches), slots, "auto", scale)
+        k_cache, v_cache = layout(caches)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
         return q8
 
     given = arguments()
@@ -281,6 +282,9 @@ def test_outputs_in_every_order(form, order):
 @pytest.mark.parametrize("form", FORMS)
 def test_caches_as_attributes_of_a_module(form):
     class Layer(torch.nn.Module):
+        k_cache: Tensor
+        v_cache: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("k_cache", arguments()["k_cache"])
@@ -315,7 +319,7 @@ def test_caches_as_attributes_of_the_graph(v2):
     compiled(layer, *given.values(), v2=v2, transform=keep)
     (graph,) = captured
     root = torch.nn.Module()
-    names = []
+    names: list[str] = []
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.meta["val"].dim() == 4]:
         names.append(f"cache_{len(names)}")
         root.register_buffer(names[-1], torch.zeros(node.meta["val"].shape, dtype=torch.bfloat16))

@@ -321,7 +321,7 @@ class CallReader:
             if node.op == "call_function" and node.target in SCATTERS:
                 patch = self._scatter_patch(node, owners)
                 if patch is not None:
-                    patches[node] = (node.args[0], [patch])  # type: ignore[assignment]
+                    patches[node] = (node.args[0], [patch])
         for node in sorted(patches):
             self._resolve_readers(node, patches)
         for call in calls:
@@ -352,7 +352,8 @@ class CallReader:
             return None
         base = node.args[0]
         assert isinstance(base, Node)
-        region = self._region_after(base, [(_VIEW_OF[node.target], node.args[2:])])
+        view: Any = _VIEW_OF[node.target]  # type: ignore[index]
+        region = self._region_after(base, [(view, node.args[2:])])
         owner = source.args[0]
         assert isinstance(owner, Node)
         return _Patch(region, value, owner) if region is not None else None
@@ -554,7 +555,7 @@ def _written(node: Node) -> list[Node]:
     return [arguments[name] for name in names if isinstance(arguments.get(name), Node)]
 
 
-def root_of(node: Node) -> Node:
+def root_of(node: Any) -> Node:
     """What `node` is a view of, through views of views."""
     while (source := viewed(node)) is not None:
         node = source
