@@ -11,7 +11,7 @@ from torch._guards import TracingContext
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import add_needs_realized_inputs, fallback_handler, register_lowering
 from torch._inductor.pattern_matcher import (
     CallFunction,
     KeywordArg,
@@ -64,6 +64,7 @@ __all__ = [
     "PatternExpr",
     "PatternMatcherPass",
     "TracingContext",
+    "add_needs_realized_inputs",
     "auto_functionalized",
     "auto_functionalized_v2",
     "counters",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_fusion._torch import auto_functionalized, fallback_handler, register_lowering
+from rope_fusion._torch import add_needs_realized_inputs, auto_functionalized, fallback_handler, register_lowering
 from rope_fusion.canonical.attributes import KvWriteAttributes, QuantAttributes, RotaryAttributes
 from rope_fusion.kernels import rope_qkv as _operator
 from rope_fusion.kernels.cache_layout import parse_layout
@@ -23,6 +23,9 @@ def _lower_to_encoded(*tensors: Any, need_q: bool, need_k: bool, **named: Any) -
     given |= {name: named.pop(name) for name in _TENSORS if name in named}
     call = fallback_handler(torch.ops.rope_fusion.rope_qkv.encoded, add_to_fallback_set=False)
     return call(*[given[name] for name in _TENSORS], _operator.encoded(**named), need_q, need_k)
+
+
+add_needs_realized_inputs(torch.ops.rope_fusion.rope_qkv.default)  # as of any operator that is not lowered further
 
 
 def call_prologue(

@@ -1,10 +1,10 @@
 """The Triton kernel of ``rope_fusion::rope_qkv``: rotation, FP8 quantisation and both cache writes in one launch.
 
-One program owns a tile of tokens x heads of q, or of k and v together; programs of the same tokens are neighbours, so
-the cos/sin rows they share come from the cache. Every row address is 64-bit (a cache may hold more than 2^31 elements),
-offsets inside a row are 32-bit. Strides arrive as multiples of one power of two, which tells the compiler what it needs
-for 16-byte accesses and leaves sizes and strides out of the kernel's cache key: a new token count, batch or cache size
-compiles nothing.
+One program takes a block of tokens and some heads of q, of k or of v, tile by tile with the same cos and sin; programs of
+the same tokens are neighbours, so the rows they share come from a cache. Every row address is 64-bit (a cache may hold
+more than 2^31 elements), offsets inside a row are 32-bit. Strides arrive as multiples of one power of two, which tells
+the compiler what it needs for 16-byte accesses and leaves sizes and strides out of the kernel's cache key: a new token
+count, batch or cache size compiles nothing.
 """
 
 from __future__ import annotations
