@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rope_fusion.kernels.failures import process_failures
+
 
 @dataclass(frozen=True)
 class GateContext:
@@ -31,7 +33,7 @@ def profitable_kernel(context: GateContext) -> str | None:
         )
     if context.device.type != "cuda":
         return f"no kernel of ours has been tried on device type {context.device.type!r}"
-    return triton_available(context)
+    return triton_available(context) or process_failures().of_device(context.device)
 
 
 def triton_available(context: GateContext) -> str | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rope_fusion.canonical.attributes import Attributes
 from rope_fusion.kernels.cache_layout import parse_layout
+from rope_fusion.kernels.failures import or_reference
 
 SCHEMA = """rope_qkv(Tensor q, Tensor? k, Tensor? v, Tensor cos, Tensor sin, Tensor? positions,
     Tensor(a!)? k_cache, Tensor(b!)? v_cache, Tensor? slots, Tensor? slot_offsets,
@@ -406,8 +407,8 @@ LIBRARY = torch.library.Library("rope_fusion", "FRAGMENT")
 for schema in (SCHEMA, ENCODED_SCHEMA):
     LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
 LIBRARY.impl("rope_qkv", reference, "CPU")
-LIBRARY.impl("rope_qkv", on_gpu, "CUDA")
+LIBRARY.impl("rope_qkv", or_reference("rope_qkv", on_gpu, reference), "CUDA")
 LIBRARY.impl("rope_qkv.encoded", reference_of_encoded, "CPU")
-LIBRARY.impl("rope_qkv.encoded", encoded_on_gpu, "CUDA")
+LIBRARY.impl("rope_qkv.encoded", or_reference("rope_qkv", encoded_on_gpu, reference_of_encoded), "CUDA")
 torch.library.register_fake("rope_fusion::rope_qkv", fake, lib=LIBRARY)
 torch.library.register_fake("rope_fusion::rope_qkv.encoded", fake_of_encoded, lib=LIBRARY)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rope_fusion.kernels.failures import or_reference, process_failures
 from rope_fusion.kernels.rope_qkv import fp8_unsupported, quantise_reference, rotate_reference, target_of
 
 TOKENS = ("b", "s", "g", "h", "d")
@@ -223,8 +224,8 @@ def group_quantized(value: Tensor, quant: GroupFp8) -> tuple[Tensor, Tensor]:
 def _launcher(
     x: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary, out_dtype: torch.dtype, quant: StaticFp8 | GroupFp8 | None
 ) -> Callable[..., None] | None:
-    """The Triton launcher for a GPU tensor, None for others. What the kernel cannot do is an error; gates ask first."""
-    if not x.is_cuda:
+    """The Triton launcher for a GPU tensor, None for others and where it has failed. What it cannot do is an error."""
+    if not x.is_cuda or process_failures().reason("rotate", x.device) is not None:
         return None
     if (sentence := unsupported(x, cos, sin, rotary, out_dtype, quant)) is not None:
         raise ValueError(sentence)
@@ -368,8 +369,8 @@ _LIBRARY = torch.library.Library("rope_fusion", "FRAGMENT")
 def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     # any strides with last stride 1 are taken as they are; only a change of their order would cost a copy
     _LIBRARY.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, run, key)
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, or_reference("rotate", run, run), "CUDA")  # after a failure `_launcher` gives no kernel
     torch.library.register_fake(f"rope_fusion::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.rope_fusion, name).default
 
