@@ -68,3 +68,21 @@ def test_generated_code_updates_the_caches_in_place(v2):
     cache_elements = 2 * 5 * 4 * 2 * 16
     assert f"empty_strided_cpu(({cache_elements}" not in code
     assert not re.search(r"empty_strided_cpu\(\(2, 5, 4, 2, 16\)", code), "a cache is copied"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("v2", [True, False])
+def test_self_check_compares_with_the_engine_operators(v2):
+    report = Report()
+    options = {
+        "rope_fusion.kernels": "reference",
+        "rope_fusion.strict": True,
+        "rope_fusion.verify": "always",
+        "rope_fusion.report": report,
+        "enable_auto_functionalized_v2": v2,
+    }
+    given = decode_arguments(layers=1)
+    given[2] = given[2].float()  # with rows in bf16 the engine rounds each product, which the check would count
+    with torch.no_grad():
+        torch.compile(decode_step, backend=rope_fusion, options=options)(*given)
+    assert report.hits == {"rope_static_q_fp8_kv": 1}

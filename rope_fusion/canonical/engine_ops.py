@@ -29,6 +29,7 @@ from rope_fusion.canonical.functional import (
     Region,
     functional_target,
     functionalise,
+    live_nodes,
     root_of,
     size_arguments,
     view_steps,
@@ -113,6 +114,7 @@ class _Finder:
         self._exact = exact
         self._targets = targets
         self._found = EngineFindings()
+        self._live: set[Node] = set()
 
     def run(self) -> EngineFindings:
         mutable = {target for target in self._targets if target._schema.is_mutable}
@@ -124,6 +126,7 @@ class _Finder:
         calls = reader.read()
         read_by_value = [call for call in calls if call.target._schema.name not in _CACHE_WRITERS]
         reader.resolve_reads(read_by_value)
+        self._live = live_nodes(self._graph)
         for call in calls:
             self._try(call.node, _KNOWN[call.target._schema.name], call)
         for node in list(self._graph.nodes):
@@ -233,12 +236,14 @@ class _Finder:
         cos_sin = self._emit.call(aten.unsqueeze.default, cos_sin, lead)
         heads = self._heads(x, head_size, lead)
         out = self._heads(after, head_size, lead)
-        if out is not after:
-            back = self._reshape(out, after.meta["val"].shape)
-            assert self._found._reader is not None
-            self._found._reader.read_through.substitute(
-                call.node, after, back, lambda user: user is not out and user is not back
-            )
+        if out is after:
+            out = self._emit.call(aten.alias.default, after)
+        back = self._reshape(out, after.meta["val"].shape)
+        assert self._found._reader is not None
+        # What is dead by now keeps the program's own value, which a self-check may want to compare with.
+        self._found._reader.read_through.substitute(
+            call.node, after, back, lambda user: user not in (out, back) and user in self._live
+        )
         same_dtype = rows.dtype == value.dtype
         self._found.rotations.append(
             Rotation(

@@ -522,10 +522,7 @@ class OrderOfEffects:
         if not calls:
             return None
         alive = {node: at for at, node in enumerate(graph.nodes)}
-        live: set[Node] = set()
-        for node in reversed(graph.nodes):
-            if node not in replaced and (node in live or node.is_impure()):
-                live.update((node, *node.all_input_nodes))
+        live = live_nodes(graph, replaced)
         for call in calls:
             roots = {root_of(node) for node in _written(call)}
             for node in live:
@@ -537,6 +534,15 @@ class OrderOfEffects:
                 if not known or (self._place[node] < self._place[call]) != (alive[node] < alive[call]):
                     return f"{node.name} reads what {call.name} writes in place, and their order could not be kept"
         return None
+
+
+def live_nodes(graph: Graph, without: Container[Node] = ()) -> set[Node]:
+    """The nodes of a sorted graph that something reads or that have an effect, nodes among `without` not counted."""
+    live: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node not in without and (node in live or node.is_impure()):
+            live.update((node, *node.all_input_nodes))
+    return live
 
 
 def _works_in_place(node: Node) -> bool:
