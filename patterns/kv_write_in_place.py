@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rope_fusion.canonical.kv_cache import write_in_place_expression
-
 from rope_fusion.canonical.attributes import KvWriteAttributes
 from rope_fusion.canonical.examples import kv_example, rotary_example
+from rope_fusion.canonical.kv_cache import write_in_place_expression
 from rope_fusion.canonical.operators import kv_write
 from rope_fusion.pattern import FusionPattern
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +18,10 @@ import torch
 from blocks import GptOssAttention, cos_sin_table
 from trust.differential import Captured, capture_call, compare_on, copy_graph
 
-import rope_fusion
-from rope_fusion import catalog, fusion_pass
 from rope_fusion.fusion_pass import FusionPass
 from rope_fusion.graph_text import graph_to_text
 from rope_fusion.options import Options
-from rope_fusion.report import GraphReport, RopeFusionWarning
+from rope_fusion.report import GraphReport
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (str(ROOT / "rope_fusion"), str(ROOT / "patterns"))
@@ -92,7 +89,9 @@ def calls_of_a_pass(call: Captured) -> Counter[tuple[str, str, int]]:
     return counts
 
 
-def inject(call: Captured, wanted: tuple[str, str, int], at: int, options: Options = REFERENCE) -> tuple[Any, GraphReport]:
+def inject(
+    call: Captured, wanted: tuple[str, str, int], at: int, options: Options = REFERENCE
+) -> tuple[Any, GraphReport]:
     made = copy_graph(call.graph)
     seen = 0
 

@@ -37,7 +37,9 @@ def test_the_reference_takes_over_and_the_kernel_is_not_tried_again() -> None:
         raise CompilationError("out of resource: shared memory,\n Required: 300000")
 
     run = or_reference("triple", kernel, lambda x, factor: x * factor)
-    with pytest.warns(RopeFusionWarning, match="the kernel triple failed on cpu with CompilationError: out of resource"):
+    with pytest.warns(
+        RopeFusionWarning, match="the kernel triple failed on cpu with CompilationError: out of resource"
+    ):
         assert torch.equal(run(torch.ones(2), 3.0), torch.full((2,), 3.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -21,7 +21,7 @@ from rope_fusion import backend
 from rope_fusion.report import Report
 
 HERE = Path(__file__).resolve().parent
-OPTIONS = {"rope_fusion.kernels": "reference", "rope_fusion.strict": True}
+OPTIONS: dict[str, Any] = {"rope_fusion.kernels": "reference", "rope_fusion.strict": True}
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from rope_fusion.options import RopeFusionOptionError
 from rope_fusion.report import RopeFusionWarning
 from rope_fusion.verify import SelfCheckError, VerifiedFunction, find_mismatch
 
-OPTIONS = {"rope_fusion.kernels": "reference", "rope_fusion.strict": True}
+OPTIONS: dict[str, Any] = {"rope_fusion.kernels": "reference", "rope_fusion.strict": True}
 
 
 def arguments(tokens: int = 5) -> tuple[Tensor, ...]:
@@ -27,8 +28,8 @@ def arguments(tokens: int = 5) -> tuple[Tensor, ...]:
     return x, cos_sin_table(32, 16), torch.arange(tokens), torch.arange(tokens) * 3
 
 
-def compiled(model: torch.nn.Module, **options: Any) -> Any:
-    named = {f"rope_fusion.{name}": value for name, value in options.items()}
+def compiled(model: Callable[..., Any], **options: Any) -> Any:
+    named: dict[str, Any] = {f"rope_fusion.{name}": value for name, value in options.items()}
     return torch.compile(model, backend="rope_fusion", options={**OPTIONS, **named})
 
 
@@ -93,7 +94,12 @@ def test_a_write_that_nothing_reads_happens_in_the_checked_call_too() -> None:
 def test_always_checks_every_call(model: GptOssAttention, monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[int] = []
     original = VerifiedFunction._check
-    monkeypatch.setattr(VerifiedFunction, "_check", lambda self, args: checks.append(1) or original(self, args))
+
+    def counted(self: VerifiedFunction, args: Any) -> Any:
+        checks.append(1)
+        return original(self, args)
+
+    monkeypatch.setattr(VerifiedFunction, "_check", counted)
     function = compiled(model, verify="always")
     for _ in range(3):
         function(*arguments())
@@ -103,7 +109,9 @@ def test_always_checks_every_call(model: GptOssAttention, monkeypatch: pytest.Mo
 @torch.no_grad()
 @pytest.mark.usefixtures("wrong_kernel")
 def test_mismatch_raises_and_names_site_element_and_both_values(model: GptOssAttention) -> None:
-    with pytest.raises(SelfCheckError, match=r"element \[\d+, \d+, \d+\] is -?[\d.]+ fused and -?[\d.]+ unfused") as caught:
+    with pytest.raises(
+        SelfCheckError, match=r"element \[\d+, \d+, \d+\] is -?[\d.]+ fused and -?[\d.]+ unfused"
+    ) as caught:
         compiled(model, verify="first")(*arguments())
     assert "of 320 elements" in str(caught.value)  # q: 5 tokens, 4 heads, 16 elements
 

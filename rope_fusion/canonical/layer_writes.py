@@ -102,7 +102,12 @@ def _engine_operator(emitter: Emitter, node: Node, write: LayerWrite) -> list[No
     table = _joined_table(cos, sin)
     if packet is None or table is None or quant_text is not None or positions is None:
         return None
-    if rotary.inverse or rotary.start or rotary.halves_out or takes_opaque_layer(packet.default) != takes_opaque_layer(write.operator):
+    if (
+        rotary.inverse
+        or rotary.start
+        or rotary.halves_out
+        or takes_opaque_layer(packet.default) != takes_opaque_layer(write.operator)
+    ):
         return None
     if provider is None or not provider.engine_fuses(known_layer(write.layer)):
         return None

@@ -100,7 +100,9 @@ class CacheWrite:
     quantisation: Fp8Quantisation | None
     nodes: frozenset[Node]
     old_value_read: bool = False  # some other node reads, as it was before, what this write may overwrite
-    call: Node | None = None  # the engine operator that makes this write together with another one: both fuse or neither
+    call: Node | None = (
+        None  # the engine operator that makes this write together with another one: both fuse or neither
+    )
     stored: Node | None = None  # what `node` stores as it stands, quantised and cast; None for engine operators
     stored_axes: str = ""  # its axes, as `value_axes`
 

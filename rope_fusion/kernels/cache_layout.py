@@ -148,7 +148,9 @@ def parse_layout(text: str) -> CacheLayout:
     known = {BLOCK, BATCH, PLACE, HEAD, DIM}
     unknown = [letter for letter in letters if letter not in known]
     if unknown:
-        raise ValueError(f"cache layout {text!r} holds {unknown[0]!r}; known are n, b, p, h, d, (hd), d[from:to], d/ with /d, and integers")
+        raise ValueError(
+            f"cache layout {text!r} holds {unknown[0]!r}; known are n, b, p, h, d, (hd), d[from:to], d/ with /d, and integers"
+        )
     if (OUTER in axes) != (INNER in axes):
         raise ValueError(f"cache layout {text!r} names one part of the head dim; d/ and /d go together")
     if len(set(letters)) != len(letters):

@@ -58,7 +58,7 @@ def clone_all(tensors: Sequence[Any]) -> list[Any]:
             storages[key] = torch.UntypedStorage(old.nbytes())
             storages[key].copy_(old)
         made = torch.empty(0, dtype=tensor.dtype)
-        made.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        made.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
         out.append(made)
     return out
 
@@ -123,9 +123,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, graph)
 
 
-def compare_on(
-    plain: GraphModule, fused: GraphModule, arguments: Sequence[Any], *, exact: bool = False
-) -> float:
+def compare_on(plain: GraphModule, fused: GraphModule, arguments: Sequence[Any], *, exact: bool = False) -> float:
     """Run both on copies of `arguments`; raises `WrongRewrite`, returns the largest error as a share of what is allowed."""
     ours, theirs = clone_all(arguments), clone_all(arguments)
     expected = _flat(Interpreter(plain).run(*theirs))
@@ -187,7 +185,8 @@ def compare(
 
     The rule: nowhere further from the float64 value than 1.05 times the largest error of the unfused program plus one unit in the last
     place of the largest element of its row, because a rotation mixes the elements of a row. The unit is that of the result's dtype or of
-    `coarsest`, the least precise one computed in. A result in which nothing was rounded must stay the same. Where there is no float64 value, the unfused result stands in for it, and eight units of bf16 are let through.
+    `coarsest`, the least precise one computed in. A result in which nothing was rounded must stay the
+    same. Where there is no float64 value, the unfused result stands in for it, and eight units of bf16 are let through.
     """
     if reference.dtype != value.dtype or reference.shape != value.shape:
         raise WrongRewrite(
@@ -268,7 +267,7 @@ Check = Callable[[GraphModule, Sequence[Any]], None]
 def with_graphs(function: Callable[..., Any], on_graph: Check) -> Callable[..., Any]:
     """`function` compiled so that each post-grad graph, with its real arguments, is shown to `on_graph` before it is interpreted."""
 
-    def inner_compile(gm: GraphModule, _example: Any, **_: Any) -> Callable[..., Any]:
+    def inner_compile(gm: GraphModule, _example: Any, **_: Any) -> Any:
         as_inductor_gets_it(gm)
 
         def run(*arguments: Any) -> Any:

@@ -44,7 +44,7 @@ def mutate(call: Captured, choices: Choices, tries: int = 40) -> tuple[Captured,
         if not nodes:
             return None
         node = choices.pick(nodes)
-        options = [option for option in _perturbations(node, choices)]
+        options = list(_perturbations(node, choices))
         if not options:
             continue
         target, args, kwargs, what = choices.pick(options)
@@ -82,6 +82,7 @@ def _quiet() -> Iterator[None]:
 def refresh(gm: GraphModule, start: Node) -> bool:
     """Compute the fake values of `start` and all that follows; False where that fails or changes what the graph returns."""
     fake_mode = detect_fake_mode([node.meta["val"] for node in gm.graph.nodes if "val" in node.meta])
+    assert fake_mode is not None
     shapes = fake_mode.shape_env
     known = dict(shapes.replacements) if shapes is not None else {}
     changed = {start}

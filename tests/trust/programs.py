@@ -71,7 +71,8 @@ class Program:
 
     def describe(self) -> str:
         shapes = "\n".join(
-            f"# {i.name}: {i.kind} {list(i.shape)} {i.dtype}{f' order {i.order}' if i.order else ''}" for i in self.inputs
+            f"# {i.name}: {i.kind} {list(i.shape)} {i.dtype}{f' order {i.order}' if i.order else ''}"
+            for i in self.inputs
         )
         return f"# S = {self.sequence}, other S = {self.other_sequence}\n{shapes}\n{self.source}"
 
@@ -149,11 +150,9 @@ class ProgramBuilder:
         self.rotary = self.dim
         self.start = 0
         if self.dim > 2 and c.flag(30):
-            self.rotary = c.pick([size for size in range(2, self.dim, 2)])
+            self.rotary = c.pick(list(range(2, self.dim, 2)))
             self.start = c.pick([0, self.dim - self.rotary, (self.dim - self.rotary) // 2])
-        self.form = c.pick(
-            ["neox_half", "neox_full", "interleaved_half", "interleaved_full", "complex", "halves_out"]
-        )
+        self.form = c.pick(["neox_half", "neox_full", "interleaved_half", "interleaved_full", "complex", "halves_out"])
         self.math = c.pick(["float", "own", "promote"])
         kind = c.pick(["prologue"] * 6 + ["inverse", "cache"])
         layers = c.pick([1, 1, 1, 2, 3]) if kind != "inverse" else 1
@@ -251,12 +250,15 @@ class ProgramBuilder:
             packed = self.take(f"qkv_{n}", (*lead, sum(sizes)), self.dtype)
         if how == "packed_slices":
             bounds = [0, sizes[0], sizes[0] + sizes[1], sum(sizes)]
-            flat = [self.set(f"{p[0]}_flat", f"{packed}[..., {a}:{b}]") for p, a, b in zip(parts, bounds, bounds[1:])]
+            flat = [
+                self.set(f"{p[0]}_flat", f"{packed}[..., {a}:{b}]")
+                for p, a, b in zip(parts, bounds[:-1], bounds[1:], strict=True)
+            ]
         else:
             whole = self.set("parts", f"{packed}.split({sizes}, dim=-1)")
             flat = [f"{whole}[{index}]" for index in range(3)]
         result = []
-        for (name, heads, dim), source in zip(parts, flat):
+        for (name, heads, dim), source in zip(parts, flat, strict=True):
             if self.layout == "thd":
                 text = f"{source}.view(-1, {heads}, {dim})"
             else:
@@ -433,7 +435,9 @@ class ProgramBuilder:
     # what a program may do to a rotated tensor
 
     def after_rotation(self, x: str) -> str:
-        how = self.c.pick(["scale", "add_in_place", "negate", "round_trip", "contiguous", "flip", "clone_scale_in_place"])
+        how = self.c.pick(
+            ["scale", "add_in_place", "negate", "round_trip", "contiguous", "flip", "clone_scale_in_place"]
+        )
         if how == "add_in_place":
             x = self.set("copy", f"{x}.clone()")
             self.lines.append(f"{x}.add_(0.5)")
@@ -475,7 +479,11 @@ class ProgramBuilder:
         else:
             scaled = f"{wide} / {scale}" if c.flag(75) else f"{wide} * {scale}"
         clamp = c.pick(
-            [f".clamp({-limit}, {limit})", f".clamp(min={-limit}).clamp(max={limit})", f".clamp(max={limit}).clamp(min={-limit})"]
+            [
+                f".clamp({-limit}, {limit})",
+                f".clamp(min={-limit}).clamp(max={limit})",
+                f".clamp(max={limit}).clamp(min={-limit})",
+            ]
         )
         if c.flag(8):
             clamp = f".clamp(max={limit})" if c.flag(50) else f".clamp({-limit / 2}, {limit})"
@@ -543,15 +551,14 @@ class ProgramBuilder:
         scales = self.set_scale(cache_dtype)
         for value, dim, scale in ((k, self.dim, scales[0]), (v, self.v_dim, scales[1])):
             stored.append((self.store_form(value, cache_dtype, scale), dim))
-        writes = list(zip(caches, stored))
+        writes = list(zip(caches, stored, strict=True))
         if c.flag(15):
             writes.reverse()
         if c.flag(10):
             writes = writes[:1]
+        other = slots
         if c.flag(6):  # one of the two goes elsewhere
             other = self.set("other_slots", f"({slots} + 1) % {STATIC if static else CAPACITY}")
-        else:
-            other = slots
         self.cache_disturbance(caches, cache_dtype)
         for index_of, (cache, (value, dim)) in enumerate(writes):
             self.write(layout, cache, value, dim, slots if index_of == 0 else other, spelling)
@@ -590,7 +597,9 @@ class ProgramBuilder:
             if layout == "joint_inside" or spelling == "split":
                 self.lines.append(f"{cache}[{slots} // {PAGE}, {slots} % {PAGE}] = {rows}")
                 return None
-            flat = c.pick([f"{cache}.view(-1, {heads}, {dim})", f"{cache}.flatten(0, 1)"]) if "order" not in cache else ""
+            flat = (
+                c.pick([f"{cache}.view(-1, {heads}, {dim})", f"{cache}.flatten(0, 1)"]) if "order" not in cache else ""
+            )
             if self.inputs.get(cache) is not None and self.inputs[cache].order is not None:
                 self.lines.append(f"{cache}[{slots} // {PAGE}, {slots} % {PAGE}] = {rows}")
                 return None

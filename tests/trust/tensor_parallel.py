@@ -11,12 +11,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import rope_fusion
 
@@ -25,6 +26,10 @@ HIDDEN, HEADS, KV_HEADS, DIM, BLOCKS, PAGE, TOKENS = 32, 4, 2, 8, 4, 4, 5
 
 class Attention(nn.Module):
     """RoPE, static FP8 q and a paged cache; `world` says over how many ranks the heads are spread."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    scale: Tensor
 
     def __init__(self, world: int) -> None:
         super().__init__()
@@ -63,7 +68,8 @@ def main(folder: Path) -> None:
     if world > 1:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (world,))
-        plan = {name: ColwiseParallel() for name in ("q", "k", "v")} | {"out": RowwiseParallel()}
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q", "k", "v")}
+        plan["out"] = RowwiseParallel()
         for layer in model:
             parallelize_module(layer, mesh, plan)
 
@@ -72,11 +78,11 @@ def main(folder: Path) -> None:
             x = layer(x, cos, sin, slots)
         return x
 
-    options = {"rope_fusion.kernels": "reference", "rope_fusion.strict": True}
+    options: dict[str, Any] = {"rope_fusion.kernels": "reference", "rope_fusion.strict": True}
     with torch.no_grad(), rope_fusion.record() as report:
         compiled = torch.compile(forward, backend="rope_fusion", options=options)
         result = compiled(x, angles.cos(), angles.sin(), torch.tensor([3, 7, 11, 0, 14]))
-    caches = [layer.k_cache.flatten().tolist() for layer in model]
+    caches = [layer.get_buffer("k_cache").flatten().tolist() for layer in model]
     found = {"hits": report.hits, "result": result.flatten().tolist(), "caches": caches, "kv_heads": KV_HEADS // world}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     if world > 1:
