@@ -128,7 +128,7 @@ def rope_fusion(
         graphs = take(before)
         warn_unfused(graphs)
         if not derived.patterns:  # AOTAutograd's cache had the graph, so there was nothing to derive in it
-            deriving_patterns(ours, _device_of(example_inputs), derived)
+            _ask_deriving_patterns(ours, example_inputs, derived)
         if graphs:
             graphs[0].merge(derived)
         elif derived.derived:
@@ -136,6 +136,16 @@ def rope_fusion(
         deliver(graphs)
         if ours.report is not None:
             ours.report.graphs.extend(graphs)
+
+
+def _ask_deriving_patterns(options: Options, inputs: Sequence[Any], report: GraphReport) -> None:
+    """Note which patterns could derive tensors; a gate that fails is a line of the report."""
+    try:
+        deriving_patterns(options, _device_of(inputs), report)
+    except Exception as error:
+        if options.strict:
+            raise
+        report.failure(f"asking for patterns that derive tensors failed with {type(error).__name__}: {error}")
 
 
 def _device_of(inputs: Sequence[Any]) -> torch.device:

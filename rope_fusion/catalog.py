@@ -50,19 +50,22 @@ def load_patterns(disable: Iterable[str] = ()) -> list[CatalogEntry]:
     Raises:
         PatternError: a name in `disable` is unknown, a file holds no PATTERN, or two patterns share a name.
     """
-    found = _all_patterns()
-    names = [entry.name for entry in found]
-    for name in disable:
+    disabled = frozenset(disable)
+    third_parties = {point.name for point in entry_points(group=ENTRY_POINT_GROUP)}
+    found = _all_patterns(disabled & third_parties)
+    names = {entry.name for entry in found} | third_parties
+    for name in sorted(disabled):
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known patterns: {', '.join(sorted(names))}"
             raise PatternError(f"there is no pattern {name!r} to disable; {hint}")
-    return [entry for entry in found if entry.name not in set(disable)]
+    return [entry for entry in found if entry.name not in disabled]
 
 
 @functools.cache
-def _all_patterns() -> tuple[CatalogEntry, ...]:
-    entries = [*_own_patterns(), *_third_party_patterns()]
+def _all_patterns(unloaded: frozenset[str] = frozenset()) -> tuple[CatalogEntry, ...]:
+    """Every pattern but the third parties' named `unloaded`: none of the code of a pattern that is turned off runs."""
+    entries = [*_own_patterns(), *_third_party_patterns(unloaded)]
     seen: dict[str, CatalogEntry] = {}
     for entry in entries:
         if entry.name in seen:
@@ -105,16 +108,18 @@ def _patterns_package() -> ModuleType:
     return module
 
 
-def _third_party_patterns() -> list[CatalogEntry]:
+def _third_party_patterns(unloaded: frozenset[str]) -> list[CatalogEntry]:
     entries = []
     for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name in unloaded:
+            continue
         origin = point.dist.name if point.dist is not None else point.value
         try:
             loaded = point.load()
         except Exception as error:
             raise PatternError(
                 f"the pattern {point.name!r} of {origin} ({point.value}) cannot be loaded: {error!r}; "
-                "uninstall or repair it"
+                f"uninstall or repair it, or leave it out with rope_fusion.disable=[{point.name!r}]"
             ) from error
         entries.append(_entry(point.name, loaded, origin))
     return entries

@@ -146,7 +146,10 @@ class FusionPass(CustomGraphPass):
             return None  # a graph that comes from a cache was not seen, so it could not be checked
         if self.options.dump_dir is not None:
             return None  # nor written
-        return _fingerprint(self.options)
+        try:
+            return _fingerprint(self.options)
+        except Exception:  # a pattern that cannot be loaded, a gate that fails: the pass will say so when it runs
+            return None
 
 
 def _device_of(graph: Graph) -> torch.device:

@@ -6,7 +6,9 @@ Faults are injected at the entry of every function of the package that a pass ov
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +20,13 @@ import torch
 from blocks import GptOssAttention, cos_sin_table
 from trust.differential import Captured, capture_call, compare_on, copy_graph
 
+import rope_fusion
+from rope_fusion import catalog, fusion_pass
+from rope_fusion._torch import inductor_config
 from rope_fusion.fusion_pass import FusionPass
 from rope_fusion.graph_text import graph_to_text
 from rope_fusion.options import Options
-from rope_fusion.report import GraphReport
+from rope_fusion.report import GraphReport, RopeFusionWarning
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (str(ROOT / "rope_fusion"), str(ROOT / "patterns"))
@@ -81,7 +86,8 @@ def watched(on_call: Any) -> Iterator[None]:
 
 
 def calls_of_a_pass(call: Captured) -> Counter[tuple[str, str, int]]:
-    """How often a pass over the graph calls each function of ours."""
+    """How often a pass over the graph calls each function of ours, what runs once in a process left out."""
+    run_pass(call)
     made = copy_graph(call.graph)
     counts: Counter[tuple[str, str, int]] = Counter()
     with watched(lambda key: counts.update([key])):
@@ -140,3 +146,48 @@ def test_strict_raises_whatever_failed(captured: Captured) -> None:
     for wanted in list(calls_of_a_pass(captured))[::7]:
         with pytest.raises(Fault):
             inject(captured, wanted, 1, Options(kernels="reference", strict=True))
+
+
+def test_a_gate_that_fails_is_no_reason_not_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates are asked for the graph's identity in caches too, before the pass runs."""
+
+    def fail(*_: Any) -> Any:
+        raise Fault("gate")
+
+    monkeypatch.setattr(catalog.CatalogEntry, "verdict", fail)
+    assert FusionPass(REFERENCE).uuid() is None
+    with (
+        inductor_config.patch(fx_graph_cache=True),
+        rope_fusion.record() as report,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        result = torch.compile(lambda x: x.sin() * 2, backend="rope_fusion")(torch.ones(3))
+    torch.testing.assert_close(result, torch.ones(3).sin() * 2)
+    assert any("gate" in sentence for graph in report.graphs for sentence in graph.failures)
+    assert [warning for warning in caught if warning.category is RopeFusionWarning]
+
+
+@pytest.mark.parametrize("part", ["search", "replacement", "example_inputs", "refuse"])
+def test_a_pattern_whose_part_fails_leaves_the_graph_as_it_came(
+    part: str, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third party's pattern is traced and asked like ours."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise Fault(part)
+
+    good = catalog.load_patterns()
+    broken = [
+        dataclasses.replace(entry, name=f"their_{entry.name}", pattern=dataclasses.replace(entry.pattern, **{part: fail}))
+        for entry in good
+        if entry.name.startswith("rope_static_q_fp8_kv")
+    ]
+    monkeypatch.setattr(fusion_pass, "load_patterns", lambda disable: [*broken, *good])
+    before = graph_to_text(captured.graph.graph)
+    made, report = run_pass(captured)
+    assert graph_to_text(made.graph) == before
+    assert part in report.failures[0]
+    assert not report.hits
+    with pytest.raises(Fault):
+        run_pass(captured, Options(kernels="reference", strict=True))

@@ -208,7 +208,7 @@ def _tensors_in(target: object) -> Iterable[Tensor]:
     elif isinstance(target, nn.Module):
         yield from target.parameters()
         yield from target.buffers()
-    elif isinstance(target, Iterable):
+    elif isinstance(target, Iterable) and not isinstance(target, str | bytes):  # an str holds strs for ever
         for item in target:
             yield from _tensors_in(item)
     else:
