@@ -20,7 +20,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 
 from rope_fusion._torch import detect_fake_mode
-from rope_fusion.canonical.functional import VIEWS
+from rope_fusion.canonical.graph_views import VIEWS
 from rope_fusion.fusion_pass import FusionPass
 from rope_fusion.graph_text import graph_to_text
 from rope_fusion.options import make_options

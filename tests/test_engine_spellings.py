@@ -557,9 +557,9 @@ def test_fused_operator_may_be_captured_in_cuda_graphs():
 
 def test_graph_is_rolled_back_where_the_order_of_in_place_calls_could_not_be_kept(monkeypatch):
     """The order of nodes is all that says whether a reader of q comes before or after an in-place call."""
-    from rope_fusion.canonical import engine_ops, functional
+    from rope_fusion.canonical import engine_ops, in_place
 
-    order = functional.OrderOfEffects
+    order = in_place.OrderOfEffects
     monkeypatch.setattr(order, "broken", lambda self, graph, replaced=(): "x reads what y writes in place")
 
     def layer(x, positions, table, k_cache, v_cache, slots, scale):
@@ -575,7 +575,7 @@ def test_graph_is_rolled_back_where_the_order_of_in_place_calls_could_not_be_kep
 
 
 def test_moved_reader_of_an_in_place_call_is_noticed():
-    from rope_fusion.canonical.functional import OrderOfEffects
+    from rope_fusion.canonical.in_place import OrderOfEffects
 
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -18,22 +18,18 @@ from torch.fx import Graph, Node
 
 from rope_fusion._torch import stable_topological_sort
 from rope_fusion.canonical.emitter import Emitter
-from rope_fusion.canonical.functional import (
+from rope_fusion.canonical.functional import CallReader, InPlaceCall, functional_target
+from rope_fusion.canonical.graph_views import (
     SCATTERS,
     SPLITS,
     VIEWS,
-    CallReader,
-    Functionalised,
-    InPlaceCall,
-    OrderOfEffects,
     Region,
-    functional_target,
-    functionalise,
     live_nodes,
     root_of,
     size_arguments,
     view_steps,
 )
+from rope_fusion.canonical.in_place import Functionalised, OrderOfEffects, functionalise
 from rope_fusion.canonical.layer_writes import known_layer
 from rope_fusion.canonical.layout import equal, is_one
 from rope_fusion.canonical.records import CacheWrite, CosSin, Fp8Quantisation, LayerWrite, Rotation
