@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from rope_fusion._torch import stable_topological_sort
+from rope_fusion._torch import OPAQUE_TYPE, stable_topological_sort
 from rope_fusion.canonical.emitter import Emitter
 from rope_fusion.canonical.functional import CallReader, InPlaceCall, functional_target
 from rope_fusion.canonical.graph_views import (
@@ -34,6 +34,7 @@ from rope_fusion.canonical.layer_writes import known_layer
 from rope_fusion.canonical.layout import equal, is_one
 from rope_fusion.canonical.records import CacheWrite, CosSin, Fp8Quantisation, LayerWrite, Rotation
 from rope_fusion.engines import cache_provider
+from rope_fusion.kernels.rope_by_layer import takes_opaque_layer
 
 aten = torch.ops.aten
 
@@ -569,6 +570,8 @@ class _Finder:
     ) -> None:
         if key.meta["val"].dim() != 3 or value.meta["val"].dim() != 3:
             raise _Refused("its key and value are not [tokens, heads, head_size]")
+        if takes_opaque_layer(target) and OPAQUE_TYPE is None:
+            raise _Refused("this torch has no opaque types, in which its layer's name comes")
         name = target._schema.name.split("::")[0]
         provider = cache_provider(name)
         if provider is None:
