@@ -178,8 +178,9 @@ def test_a_pattern_whose_part_fails_leaves_the_graph_as_it_came(
         raise Fault(part)
 
     good = catalog.load_patterns()
+    failing: dict[str, Any] = {part: fail}
     broken = [
-        dataclasses.replace(entry, name=f"their_{entry.name}", pattern=dataclasses.replace(entry.pattern, **{part: fail}))
+        dataclasses.replace(entry, name=f"their_{entry.name}", pattern=dataclasses.replace(entry.pattern, **failing))
         for entry in good
         if entry.name.startswith("rope_static_q_fp8_kv")
     ]

@@ -56,7 +56,11 @@ def test_no_file_loads_objects_evaluates_text_or_reaches_the_network(file: Path)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.one_of(st.text(max_size=80), st.sampled_from(["../../x", "/etc/passwd", "..", ".", "a/../../b", "\0", "CON", "~"])))
+@given(
+    st.one_of(
+        st.text(max_size=80), st.sampled_from(["../../x", "/etc/passwd", "..", ".", "a/../../b", "\0", "CON", "~"])
+    )
+)
 def test_dumps_stay_in_the_folder_asked_for_whatever_the_graphs_name(tmp_path_factory: Any, name: str) -> None:
     outside = tmp_path_factory.getbasetemp() / "outside"
     inside = outside / "dumps"
@@ -143,7 +147,9 @@ def test_a_third_partys_pattern_can_be_turned_off(third_party: Any) -> None:
 
 def test_a_third_partys_pattern_that_cannot_be_loaded_says_whose_it_is_and_can_be_turned_off(third_party: Any) -> None:
     third_party(theirs=ImportError("no module named their_dependency"))
-    with pytest.raises(PatternError, match=r"their_package\.theirs.*their_dependency.*rope_fusion.disable=\['theirs'\]"):
+    with pytest.raises(
+        PatternError, match=r"their_package\.theirs.*their_dependency.*rope_fusion.disable=\['theirs'\]"
+    ):
         load_patterns()
     assert load_patterns(["theirs"])
 
