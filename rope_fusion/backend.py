@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 
 from rope_fusion._torch import CustomGraphPass, CustomInferenceAwareGraphPass, inductor_config
 from rope_fusion.canonical.derivation import inputs_can_be_added
-from rope_fusion.catalog import load_patterns
+from rope_fusion.catalog import UnknownPatternError, load_patterns
 from rope_fusion.derived import describe_inputs, hoisting_compile
 from rope_fusion.derived.selection import deriving_patterns
 from rope_fusion.fusion_pass import FusionPass
@@ -142,6 +142,8 @@ def _ask_deriving_patterns(options: Options, inputs: Sequence[Any], report: Grap
     """Note which patterns could derive tensors; a gate that fails is a line of the report."""
     try:
         deriving_patterns(options, _device_of(inputs), report)
+    except UnknownPatternError:
+        raise
     except Exception as error:
         if options.strict:
             raise

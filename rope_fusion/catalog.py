@@ -25,6 +25,10 @@ class PatternError(RuntimeError):
     """A pattern that cannot be loaded or is not what it should be."""
 
 
+class UnknownPatternError(PatternError):
+    """A name that no pattern has: the user's mistake, and no failure of the pass."""
+
+
 @dataclass(frozen=True)
 class CatalogEntry:
     """A pattern with its name, its summary and where it came from."""
@@ -58,7 +62,7 @@ def load_patterns(disable: Iterable[str] = ()) -> list[CatalogEntry]:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known patterns: {', '.join(sorted(names))}"
-            raise PatternError(f"there is no pattern {name!r} to disable; {hint}")
+            raise UnknownPatternError(f"there is no pattern {name!r} to disable; {hint}")
     return [entry for entry in found if entry.name not in disabled]
 
 
