@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule
 from rope_fusion._torch import CustomGraphPass, CustomInferenceAwareGraphPass, inductor_config
 from rope_fusion.canonical.derivation import inputs_can_be_added
 from rope_fusion.catalog import UnknownPatternError, load_patterns
+from rope_fusion.catalog import check_names
 from rope_fusion.derived import describe_inputs, hoisting_compile
 from rope_fusion.derived.selection import deriving_patterns
 from rope_fusion.fusion_pass import FusionPass
@@ -99,6 +100,7 @@ def rope_fusion(
         dynamic: as in ``torch.compile``.
     """
     ours, settings = parse(options)
+    check_names(ours.disable)  # a mistake of the user's; what fails later only leaves graphs unfused
     # What plain torch.compile does with mode and options (names, types, modes), in whatever torch version this is.
     patches = torch._TorchCompileInductorWrapper(mode or ours.mode, settings, dynamic).config
     users = patches.get(HOOK, getattr(inductor_config, HOOK))
@@ -182,6 +184,7 @@ def inductor_options(settings: Mapping[str, Any] | None = None, **rope_fusion_op
         if rope_fusion_options.get(name) is not None:
             raise RopeFusionOptionError(f'option {PREFIX}{name} needs backend="rope_fusion"; {instead}')
     options = make_options(rope_fusion_options)
+    check_names(options.disable)
     if options.verify != "off":
         raise RopeFusionOptionError(f'option {PREFIX}verify needs backend="rope_fusion", which calls what it checks')
     patches = dict(settings or {})

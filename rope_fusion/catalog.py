@@ -55,15 +55,20 @@ def load_patterns(disable: Iterable[str] = ()) -> list[CatalogEntry]:
         PatternError: a name in `disable` is unknown, a file holds no PATTERN, or two patterns share a name.
     """
     disabled = frozenset(disable)
-    third_parties = {point.name for point in entry_points(group=ENTRY_POINT_GROUP)}
-    found = _all_patterns(disabled & third_parties)
-    names = {entry.name for entry in found} | third_parties
-    for name in sorted(disabled):
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known patterns: {', '.join(sorted(names))}"
-            raise UnknownPatternError(f"there is no pattern {name!r} to disable; {hint}")
+    check_names(disabled)
+    found = _all_patterns(disabled & {point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
     return [entry for entry in found if entry.name not in disabled]
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise PatternError for the first of `names` that no pattern has; loads none."""
+    own = [info.name for info in pkgutil.iter_modules(_patterns_package().__path__)]
+    known = [*own, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))]
+    for name in sorted(names):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known patterns: {', '.join(sorted(known))}"
+            raise PatternError(f"there is no pattern {name!r} to disable; {hint}")
 
 
 @functools.cache
