@@ -15,8 +15,7 @@ from torch.fx import Graph, GraphModule
 
 from rope_fusion._torch import CustomGraphPass, CustomInferenceAwareGraphPass, inductor_config
 from rope_fusion.canonical.derivation import inputs_can_be_added
-from rope_fusion.catalog import UnknownPatternError, load_patterns
-from rope_fusion.catalog import check_names
+from rope_fusion.catalog import UnknownPatternError, check_names, load_patterns
 from rope_fusion.derived import describe_inputs, hoisting_compile
 from rope_fusion.derived.selection import deriving_patterns
 from rope_fusion.fusion_pass import FusionPass

@@ -141,7 +141,8 @@ def test_inductor_options_say_what_they_take() -> None:
 
 
 def test_an_unknown_pattern_to_disable_names_the_nearest() -> None:
+    options: dict[str, Any] = {"rope_fusion.disable": ["rope_kw"]}
     with pytest.raises(Exception, match="did you mean 'rope_kv'"):
-        torch.compile(lambda x: x + 1, backend="rope_fusion", options={"rope_fusion.disable": ["rope_kw"]})(torch.ones(2))
+        torch.compile(lambda x: x + 1, backend="rope_fusion", options=options)(torch.ones(2))
     with pytest.raises(PatternError, match="did you mean 'rope_kv'"):
         inductor_options(disable=["rope_kw"])
