@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -54,14 +54,13 @@ def load_patterns(disable: Iterable[str] = ()) -> list[CatalogEntry]:
     Raises:
         PatternError: a name in `disable` is unknown, a file holds no PATTERN, or two patterns share a name.
     """
-    disabled = frozenset(disable)
-    check_names(disabled)
-    found = _all_patterns(disabled & {point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
-    return [entry for entry in found if entry.name not in disabled]
+    return list(_enabled_patterns(frozenset(disable)))
 
 
-def check_names(names: Iterable[str]) -> None:
+def check_names(names: Collection[str]) -> None:
     """Raise PatternError for the first of `names` that no pattern has; loads none."""
+    if not names:
+        return
     own = [info.name for info in pkgutil.iter_modules(_patterns_package().__path__)]
     known = [*own, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))]
     for name in sorted(names):
@@ -72,9 +71,10 @@ def check_names(names: Iterable[str]) -> None:
 
 
 @functools.cache
-def _all_patterns(unloaded: frozenset[str] = frozenset()) -> tuple[CatalogEntry, ...]:
-    """Every pattern but the third parties' named `unloaded`: none of the code of a pattern that is turned off runs."""
-    entries = [*_own_patterns(), *_third_party_patterns(unloaded)]
+def _enabled_patterns(disabled: frozenset[str]) -> tuple[CatalogEntry, ...]:
+    """Every pattern but those named. None of the code of a third party's pattern that is turned off runs."""
+    check_names(disabled)
+    entries = [*_own_patterns(), *_third_party_patterns(disabled)]
     seen: dict[str, CatalogEntry] = {}
     for entry in entries:
         if entry.name in seen:
@@ -83,7 +83,8 @@ def _all_patterns(unloaded: frozenset[str] = frozenset()) -> tuple[CatalogEntry,
                 "rename or uninstall one"
             )
         seen[entry.name] = entry
-    return tuple(sorted(entries, key=lambda entry: (-entry.priority, entry.name)))
+    enabled = (entry for entry in entries if entry.name not in disabled)
+    return tuple(sorted(enabled, key=lambda entry: (-entry.priority, entry.name)))
 
 
 def _own_patterns() -> list[CatalogEntry]:
@@ -117,10 +118,10 @@ def _patterns_package() -> ModuleType:
     return module
 
 
-def _third_party_patterns(unloaded: frozenset[str]) -> list[CatalogEntry]:
+def _third_party_patterns(disabled: frozenset[str]) -> list[CatalogEntry]:
     entries = []
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name in unloaded:
+        if point.name in disabled:
             continue
         origin = point.dist.name if point.dist is not None else point.value
         try:

@@ -102,13 +102,13 @@ EXTRA = ENTRIES["rope_kv"].pattern
 
 def with_entry_points(monkeypatch, *points: EntryPoint) -> None:
     monkeypatch.setattr(catalog, "entry_points", lambda group: list(points))
-    catalog._all_patterns.cache_clear()
+    catalog._enabled_patterns.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def fresh_catalogue():
     yield
-    catalog._all_patterns.cache_clear()
+    catalog._enabled_patterns.cache_clear()
 
 
 def test_a_pattern_of_another_package_is_found_and_can_be_disabled(monkeypatch):

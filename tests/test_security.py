@@ -115,11 +115,11 @@ def third_party(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         points = [Point(name, f"their_package.{name}", ENTRY_POINT_GROUP) for name in objects]
         monkeypatch.setattr(catalog, "entry_points", lambda group: points)
-        catalog._all_patterns.cache_clear()
+        catalog._enabled_patterns.cache_clear()
 
     yield install
     monkeypatch.undo()
-    catalog._all_patterns.cache_clear()
+    catalog._enabled_patterns.cache_clear()
 
 
 def simple_graph() -> torch.fx.Graph:

@@ -99,7 +99,6 @@ def as_inductor_gets_it(gm: GraphModule) -> GraphModule:
     view_to_reshape(gm)
     gm.graph.eliminate_dead_code()
     reorder_for_locality(gm.graph)
-    gm.recompile()
     return gm
 
 
@@ -109,7 +108,6 @@ def rewrite(gm: GraphModule, options: Options) -> tuple[GraphModule, GraphReport
     reports: list[GraphReport] = []
     FusionPass(options, reports.append)(made.graph)
     made.graph.lint()
-    made.recompile()
     return made, reports[0]
 
 

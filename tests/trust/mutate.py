@@ -52,7 +52,6 @@ def mutate(call: Captured, choices: Choices, tries: int = 40) -> tuple[Captured,
         node.target, node.args, node.kwargs = target, args, kwargs
         if refresh(made, node):
             made.graph.eliminate_dead_code()
-            made.recompile()
             perturbed = Captured(made, call.arguments)
             if _runs(perturbed):
                 return perturbed, f"{what}: {before}  ->  {node.format_node()}"
