@@ -14,7 +14,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
-from rope_fusion import catalog, engines, fusion_pass
+from rope_fusion import engines, fusion_pass
 from rope_fusion._torch import counters, inductor_config
 from rope_fusion.backend import inductor_options
 from rope_fusion.capability import GateContext
