@@ -16,6 +16,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import reorder_for_locality, view_to_reshape
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rope_fusion.fusion_pass import FusionPass
 from rope_fusion.options import Options
@@ -323,6 +324,24 @@ def capture(program: Program, seed: int = 1) -> list[Captured]:
     return found
 
 
+class Doubling(TorchDispatchMode):
+    """Eager code computes in float64, whatever it casts to."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.view.dtype:
+            return torch.ops.aten.alias.default(args[0])  # an FP8 cache seen as bytes
+        args, kwargs = torch.utils._pytree.tree_map(_widen, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def in_double(program: Program, seed: int = 1) -> list[Tensor]:
+    """Outputs of an eager program in float64, and its arguments afterwards."""
+    arguments = [_widen(_as_fp8(argument)) for argument in program.arguments(program.sequence, seed)]
+    with torch.no_grad(), Doubling():
+        outputs = program.function()(*arguments)
+    return [*outputs, *arguments]
+
+
 def check_captured(captured: Sequence[Captured], options: Options, *, exact: bool = False) -> Outcome:
     """Rewrite each graph once, and compare at every call."""
     outcome = Outcome()
@@ -352,5 +371,6 @@ __all__ = [
     "check_program",
     "compare_on",
     "copy_graph",
+    "in_double",
     "rewrite",
 ]

@@ -51,6 +51,17 @@ class Program:
         body = "\n".join(self.lines) + f"\nreturn ({', '.join(self.outputs)},)"
         return f"def program({names}):\n" + textwrap.indent(body, "    ")
 
+    @property
+    def coarsest(self) -> torch.dtype:
+        """The least precise dtype, FP8 aside, that the program computes in."""
+        dtypes = [torch.float32, torch.float16, torch.bfloat16]
+        used = {item.dtype for item in self.inputs}
+        return max(
+            (dtype for dtype in dtypes if dtype in used or str(dtype) in self.source),
+            key=lambda dtype: torch.finfo(dtype).eps,
+            default=torch.float32,
+        )
+
     def function(self) -> Callable[..., tuple[Tensor, ...]]:
         space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
         exec(compile(self.source, "<program>", "exec"), space)
