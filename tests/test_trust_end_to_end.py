@@ -16,7 +16,7 @@ from trust.programs import Program, draw_program
 import rope_fusion
 from rope_fusion.options import Options
 
-PROGRAMS = 6
+PROGRAMS = 12
 
 
 def fusing_programs() -> Iterator[Program]:
