@@ -6,24 +6,31 @@ Importing this module imports torch's Inductor (seconds); `import rope_fusion` d
 from __future__ import annotations
 
 import torch
-from torch._dynamo.utils import counters, detect_fake_mode
-from torch._guards import TracingContext
-from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
-from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.lowering import add_needs_realized_inputs, fallback_handler, register_lowering
-from torch._inductor.pattern_matcher import (
-    CallFunction,
-    KeywordArg,
-    Match,
-    MultiOutputPattern,
-    PatternExpr,
-    PatternMatcherPass,
-    fwd_only,
-    register_replacement,
-    stable_topological_sort,
-)
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+try:
+    from torch._dynamo.utils import counters, detect_fake_mode
+    from torch._guards import TracingContext
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+    from torch._inductor import config as inductor_config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.lowering import add_needs_realized_inputs, fallback_handler, register_lowering
+    from torch._inductor.pattern_matcher import (
+        CallFunction,
+        KeywordArg,
+        Match,
+        MultiOutputPattern,
+        PatternExpr,
+        PatternMatcherPass,
+        fwd_only,
+        register_replacement,
+        stable_topological_sort,
+    )
+    from torch._subclasses.fake_tensor import FakeTensorMode
+except ImportError as missing:
+    raise ImportError(
+        f"rope_fusion works with torch 2.11 to 2.14; this is torch {torch.__version__}, which lacks a name that it needs "
+        f"({missing}). Install another torch, or a newer rope_fusion"
+    ) from missing
 
 try:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
@@ -37,18 +44,28 @@ except ImportError:  # torch 2.11: Inductor knows no such passes, so none but ou
 REINPLACES_THROUGH_VIEWS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
-try:
-    from torch._library.opaque_object import get_opaque_type_name, register_opaque_type
-    from torch._opaque_base import OpaqueBase
-except ImportError:  # no operator can take an opaque object then
-    OPAQUE_TYPE: str | None = None
-else:
+def _register_opaque_type() -> str | None:
+    """The name in schemas of a type that stands for every opaque object; schemas do not tell opaque types apart."""
+    try:
+        from torch._library.opaque_object import get_opaque_type_name
+    except ImportError:  # no operator can take an opaque object then
+        return None
+    try:
+        from torch._custom_class_base import CustomClassBase as Base
+        from torch._library.opaque_object import register_custom_class as register
 
-    class OpaqueArgument(OpaqueBase):
-        """Names an argument in the schemas of our operators; schemas do not tell opaque types apart, so any will do."""
+        kind = "symbolic"
+    except ImportError:  # before torch 2.14
+        from torch._library.opaque_object import register_opaque_type as register
+        from torch._opaque_base import OpaqueBase as Base
 
-    register_opaque_type(OpaqueArgument, typ="reference")
-    OPAQUE_TYPE = get_opaque_type_name(OpaqueArgument)
+        kind = "reference"
+    argument = type("OpaqueArgument", (Base,), {"__module__": __name__})
+    register(argument, typ=kind)
+    return get_opaque_type_name(argument)
+
+
+OPAQUE_TYPE = _register_opaque_type()
 
 
 __all__ = [
