@@ -39,6 +39,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 def mutate(call: Captured, choices: Choices, tries: int = 40) -> tuple[Captured, str] | None:
     """A copy of a captured graph with one node perturbed, and what was done to it; None where nothing found can run."""
     for _ in range(tries):
+        if call.graph.meta.get("specialised"):
+            return None
         made = copy_graph(call.graph)
         nodes = [n for n in made.graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
         if not nodes:
@@ -50,7 +52,12 @@ def mutate(call: Captured, choices: Choices, tries: int = 40) -> tuple[Captured,
         target, args, kwargs, what = choices.pick(options)
         before = str(node.format_node())
         node.target, node.args, node.kwargs = target, args, kwargs
-        if refresh(made, node):
+        try:
+            sensible = refresh(made, node)
+        except Specialised:
+            call.graph.meta["specialised"] = True
+            return None
+        if sensible:
             made.graph.eliminate_dead_code()
             perturbed = Captured(made, call.arguments)
             if _runs(perturbed):
@@ -100,11 +107,18 @@ def refresh(gm: GraphModule, start: Node) -> bool:
             with _quiet(), fake_mode, torch.no_grad():
                 value = node.target(*args, **kwargs)
         except Exception:
+            if shapes is not None and known != dict(shapes.replacements):
+                raise Specialised from None
             return False
         node.meta["val"] = value
         changed.add(node)
-    # a perturbation that fixes a symbolic size makes another program than the one that guards let in
-    return shapes is None or known == dict(shapes.replacements)
+    if shapes is not None and known != dict(shapes.replacements):
+        raise Specialised
+    return True
+
+
+class Specialised(Exception):
+    """A perturbation fixed a symbolic size, for every graph that shares it; none of them is fit for other sizes any more."""
 
 
 Perturbation = tuple[Any, tuple[Any, ...], dict[str, Any], str]
