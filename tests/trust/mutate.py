@@ -86,11 +86,22 @@ def _quiet() -> Iterator[None]:
 
 
 def refresh(gm: GraphModule, start: Node) -> bool:
-    """Compute the fake values of `start` and all that follows; False where that fails or changes what the graph returns."""
+    """Compute the fake values of `start` and all that follows; False where that fails or changes what is written to an input.
+
+    Raises:
+        Specialised: see there.
+    """
     fake_mode = detect_fake_mode([node.meta["val"] for node in gm.graph.nodes if "val" in node.meta])
     assert fake_mode is not None
     shapes = fake_mode.shape_env
     known = dict(shapes.replacements) if shapes is not None else {}
+    sensible = _propagate(gm, start, fake_mode)
+    if shapes is not None and known != dict(shapes.replacements):
+        raise Specialised
+    return sensible
+
+
+def _propagate(gm: GraphModule, start: Node, fake_mode: Any) -> bool:
     changed = {start}
     for node in gm.graph.nodes:
         if node not in changed and not any(source in changed for source in node.all_input_nodes):
@@ -105,15 +116,10 @@ def refresh(gm: GraphModule, start: Node) -> bool:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
         try:
             with _quiet(), fake_mode, torch.no_grad():
-                value = node.target(*args, **kwargs)
+                node.meta["val"] = node.target(*args, **kwargs)
         except Exception:
-            if shapes is not None and known != dict(shapes.replacements):
-                raise Specialised from None
             return False
-        node.meta["val"] = value
         changed.add(node)
-    if shapes is not None and known != dict(shapes.replacements):
-        raise Specialised
     return True
 
 
