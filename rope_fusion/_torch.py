@@ -5,6 +5,8 @@ Importing this module imports torch's Inductor (seconds); `import rope_fusion` d
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 try:
@@ -47,22 +49,16 @@ REINPLACES_THROUGH_VIEWS = tuple(int(part) for part in torch.__version__.split("
 def _register_opaque_type() -> str | None:
     """The name in schemas of a type that stands for every opaque object; schemas do not tell opaque types apart."""
     try:
-        from torch._library.opaque_object import get_opaque_type_name
+        from torch._library import opaque_object
     except ImportError:  # no operator can take an opaque object then
         return None
-    try:
-        from torch._custom_class_base import CustomClassBase as Base
-        from torch._library.opaque_object import register_custom_class as register
-
-        kind = "symbolic"
-    except ImportError:  # before torch 2.14
-        from torch._library.opaque_object import register_opaque_type as register
-        from torch._opaque_base import OpaqueBase as Base
-
-        kind = "reference"
-    argument = type("OpaqueArgument", (Base,), {"__module__": __name__})
-    register(argument, typ=kind)
-    return get_opaque_type_name(argument)
+    newer = hasattr(opaque_object, "register_custom_class")  # torch 2.14 warns of the older names
+    base = importlib.import_module("torch._custom_class_base" if newer else "torch._opaque_base")
+    register = getattr(opaque_object, "register_custom_class" if newer else "register_opaque_type")
+    bases = (base.CustomClassBase if newer else base.OpaqueBase,)
+    argument = type("OpaqueArgument", bases, {"__module__": __name__})
+    register(argument, typ="symbolic" if newer else "reference")
+    return opaque_object.get_opaque_type_name(argument)
 
 
 OPAQUE_TYPE = _register_opaque_type()
