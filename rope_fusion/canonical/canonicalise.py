@@ -124,6 +124,7 @@ class Canonicaliser:
         self._result = Canonicalised()
         self._taken: set[Node] = set()  # outs of rotations and nodes of writes that are emitted
         self._canonical_of: dict[Node, tuple[Node, str]] = {}  # rotation out -> (canonical 4-D value, roles)
+        self._read_by: dict[Node, list[Node]] = {}  # rotation out -> what the operator that computes it reads
         self._quantised = self._static_quantisations()
         self._quantised_by_groups = self._quantisations_by_groups()
         self._write_of: dict[Node, CacheWrite | LayerWrite] = {}  # rotation out -> the write that stores it
@@ -303,6 +304,7 @@ class Canonicaliser:
             )
             return
         members = [member for member in (q, k) if member is not None]
+        read = [n for m in members for n in (m.rotation.x, m.rotation.cos.node, m.rotation.sin.node)]
         attributes = q.attributes if k is None else self._shared_attributes(q, k)
         assert attributes is not None  # partners share an operator
         attributes = replace(
@@ -335,6 +337,7 @@ class Canonicaliser:
                 value = self._emit.call(prims.convert_element_type.default, value, out.meta["val"].dtype)
             self._take_over(out, value, node)
             self._canonical_of[out] = (output, member.roles)
+            self._read_by[out] = read
             for quantisation, path in zip(quantisations, paths, strict=True):
                 self._emit_quantisation(quantisation, path, output, member.roles)
             if k is None:
@@ -506,15 +509,17 @@ class Canonicaliser:
                 )
                 continue
             out = k_writes.get(write.node)
-            partner = self._write_partner(write, k_writes) if out is not None else None
+            partner = self._write_partner(write, k_writes, self._read_by[out]) if out is not None else None
             if write.call is not None and partner is None:
                 continue  # an engine's write is in place already; there is nothing to gain without the rotation
             if out is not None and partner is None:
                 continue  # canonicalised as a plain write in the round without rotations
             self._emit_write(write, partner, out)
 
-    def _write_partner(self, k_write: CacheWrite, k_writes: dict[Node, Node]) -> CacheWrite | None:
-        """The nearest unrotated write at the same slots: V's."""
+    def _write_partner(
+        self, k_write: CacheWrite, k_writes: dict[Node, Node], read: Sequence[Node]
+    ) -> CacheWrite | None:
+        """The nearest unrotated write at the same slots: V's. `read` is what the operator that rotates k reads."""
         at = self._order[k_write.node]
         candidates = [
             w
@@ -536,7 +541,8 @@ class Canonicaliser:
                 or any(write.previous is not write.base for write in firsts)
             ):
                 continue
-            inputs = [k_write.value, candidate.value, *self._slot_nodes(k_write)]
+            # a q may be rotated with k that is computed from the cache of V
+            inputs = [*read, k_write.value, candidate.value, *self._slot_nodes(k_write)]
             if not self._reaches(outs, inputs):
                 return candidate
         return None
