@@ -8,7 +8,8 @@ scale, negative slots are skipped, and slots may be fewer than tokens.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
@@ -227,6 +228,30 @@ BODIES: dict[str, Callable[..., object]] = {
 }
 
 
+def schemas() -> dict[str, str]:
+    """Operator -> schema without its name."""
+    lines = {ns: text.replace("\n    ", " ").strip().split("\n") for ns, text in SCHEMAS.items()}
+    return {f"{ns}::{line.split('(')[0]}": line[line.index("(") :] for ns, own in lines.items() for line in own}
+
+
+def compare_schemas(names: Iterable[str] = ()) -> list[str]:
+    """Where an operator that is registered has another schema than is assumed here; by default of all that exist."""
+    differences = []
+    for name, assumed in schemas().items():
+        packet = getattr(getattr(torch.ops, name.split("::")[0]), name.split("::")[1], None)
+        if packet is None or (names and name not in names):
+            continue
+        registered = str(packet.default._schema).partition("(")
+        if _plain("".join(registered[1:])) != _plain(assumed):
+            differences.append(f"{name} is registered as {''.join(registered[1:])}, not {assumed}")
+    return differences
+
+
+def _plain(schema: str) -> str:
+    """Without the names of alias sets, which are made up where a schema gives none."""
+    return re.sub(r"\((?:\$?\w+)!(?: -> )?\)", "!", schema)
+
+
 @cache
 def register() -> frozenset[str]:
     """Load the real library if `ROPE_FUSION_VLLM_OPS` names one; define what is still missing, and return its names."""
@@ -234,21 +259,18 @@ def register() -> frozenset[str]:
     if path:
         torch.ops.load_library(path)
     made = set()
-    for namespace, schemas in SCHEMAS.items():
-        library = torch.library.Library(namespace, "FRAGMENT")
-        _KEPT.append(library)
-        for schema in schemas.replace("\n    ", " ").split("\n"):
-            if not schema:
-                continue
-            name = f"{namespace}::{schema.split('(')[0]}"
-            if hasattr(getattr(torch.ops, namespace), name.split("::")[1]):
-                if name in BODIES and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
-                    library.impl(name.split("::")[1], BODIES[name], "CPU")  # the real one runs on GPUs only
-                continue
-            library.define(schema)
-            if name in BODIES:
-                library.impl(name.split("::")[1], BODIES[name], "CompositeExplicitAutograd")
-            made.add(name)
+    libraries = {namespace: torch.library.Library(namespace, "FRAGMENT") for namespace in SCHEMAS}
+    _KEPT.extend(libraries.values())
+    for name, schema in schemas().items():
+        namespace, operator = name.split("::")
+        if hasattr(getattr(torch.ops, namespace), operator):
+            if name in BODIES and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+                libraries[namespace].impl(operator, BODIES[name], "CPU")  # the real one runs on GPUs only
+            continue
+        libraries[namespace].define(operator + schema)
+        if name in BODIES:
+            libraries[namespace].impl(operator, BODIES[name], "CompositeExplicitAutograd")
+        made.add(name)
     return frozenset(made)
 
 
