@@ -240,22 +240,13 @@ def _as_stored(
 
 
 @triton.jit
-def _angle_rows(
-    cos_ptr, sin_ptr, position, batch, place, table_rows, cos_batch, cos_place, sin_batch, sin_place,
-    UNIT: tl.constexpr, SPLIT: tl.constexpr,
-):
-    """Pointers to the cos and sin row of each token, at its position or its own, and whether there is one."""
-    if position is not None:
-        position = position.to(tl.int64)
-        position = tl.where(position < 0, position + table_rows, position)
-        # A position outside the table reads NaN, not foreign memory.
-        in_table = position.to(tl.uint64) < table_rows.to(tl.uint64)
-        position = position.to(table_rows.dtype).to(tl.int64)  # one multiplication where rows are counted in 32 bits
-        return cos_ptr + position * cos_place * UNIT, sin_ptr + position * sin_place * UNIT, in_table
-    else:
-        cos_row = _row(batch, place, cos_batch, cos_place, SPLIT, UNIT)
-        sin_row = _row(batch, place, sin_batch, sin_place, SPLIT, UNIT)
-        return cos_ptr + cos_row, sin_ptr + sin_row, None
+def _table_row(position, table_rows):
+    """Row of a table of angles at a token's position, and whether there is one."""
+    position = position.to(tl.int64)
+    position = tl.where(position < 0, position + table_rows, position)
+    in_table = position.to(tl.uint64) < table_rows.to(tl.uint64)
+    # One multiplication where rows are counted in 32 bits.
+    return position.to(table_rows.dtype).to(tl.int64), in_table
 
 
 @triton.jit
@@ -333,16 +324,21 @@ def _rotate_heads(
     scale, upper, lower = 1.0, 1.0, 0.0
     if FP8 is not None and not SCALE_PER_HEAD:
         scale, upper, lower = _load_scale(scale_ptr, scale_value, head, False, HEADS, NVIDIA)
-    # Only now is the position waited for, with the loads above on their way.
-    cos_rows, sin_rows, in_table = _angle_rows(
-        cos_ptr, sin_ptr, position, batch, place, table_rows, cos_batch, cos_place, sin_batch, sin_place, UNIT, SPLIT
-    )
     # Each head loads its own copy of the angles, in the layout of the heads: the repeats hit the first-level cache, and
-    # nothing has to be exchanged between threads. A NaN among the cosines reaches both elements of its pair.
+    # nothing has to be exchanged between threads.
     shape: tl.constexpr = (x_rows.shape[0], BLOCK_HEADS, 1)
-    has_angles = None if in_table is None else tl.broadcast_to(in_table, shape)
-    cos_rows, sin_rows = tl.broadcast_to(cos_rows, shape), tl.broadcast_to(sin_rows, shape)
-    MISSING: tl.constexpr = None if in_table is None else float("nan")
+    if position is not None:  # only now is it waited for, with the loads above on their way
+        row, in_table = _table_row(position, table_rows)
+        cos_row, sin_row = row * cos_place * UNIT, row * sin_place * UNIT
+        # A position outside the table reads NaN, not foreign memory; among the cosines it reaches both elements of a pair.
+        has_angles = tl.broadcast_to(in_table, shape)
+        MISSING: tl.constexpr = float("nan")
+    else:
+        cos_row = _row(batch, place, cos_batch, cos_place, SPLIT, UNIT)
+        sin_row = _row(batch, place, sin_batch, sin_place, SPLIT, UNIT)
+        has_angles = None
+        MISSING: tl.constexpr = None
+    cos_rows, sin_rows = tl.broadcast_to(cos_ptr + cos_row, shape), tl.broadcast_to(sin_ptr + sin_row, shape)
     c1, c2 = _load_angles(cos_rows, has_angles, MISSING, ROTARY, BLOCK_HALF, FULL, INTERLEAVED)
     s1, s2 = _load_angles(sin_rows, has_angles, None, ROTARY, BLOCK_HALF, FULL, INTERLEAVED)
     for step in tl.static_range(STEPS):
