@@ -252,6 +252,10 @@ def _plain(schema: str) -> str:
     return re.sub(r"\((?:\$?\w+)!(?: -> )?\)", "!", schema)
 
 
+def _tells_nothing(*_: object, **__: object) -> None:
+    """What compiling sees of an engine's operators: no sizes are compared, unlike in the bodies here."""
+
+
 @cache
 def register() -> frozenset[str]:
     """Load the real library if `ROPE_FUSION_VLLM_OPS` names one; define what is still missing, and return its names."""
@@ -270,6 +274,7 @@ def register() -> frozenset[str]:
         libraries[namespace].define(operator + schema)
         if name in BODIES:
             libraries[namespace].impl(operator, BODIES[name], "CompositeExplicitAutograd")
+            torch.library.register_fake(name, _tells_nothing, lib=libraries[namespace])
         made.add(name)
     return frozenset(made)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from rope_fusion._torch import OPAQUE_TYPE, stable_topological_sort
 from rope_fusion.canonical.emitter import Emitter
@@ -216,7 +217,10 @@ class _Finder:
         if self._exact:
             raise _Refused("how an engine's rotation rounds cannot be seen, which exact numerics would need")
         if rows.dim() != 2 or not isinstance(width, int) or width % 2:
-            raise _Refused(f"its cos/sin cache has shape {tuple(rows.shape)}; [positions, even rotary_dim] is known")
+            symbolic = "" if isinstance(width, int) else "; mark only tokens as dynamic"
+            raise _Refused(
+                f"its cos/sin cache has shape {tuple(rows.shape)}; [positions, even rotary_dim] is known{symbolic}"
+            )
         if not isinstance(head_size, int) or start < 0 or start + width > head_size:
             raise _Refused(f"{width} rotated elements from {start} on do not fit heads of {head_size}")
         if places.dtype not in INDEX_DTYPES or places.dim() not in (1, 2):
@@ -224,7 +228,7 @@ class _Finder:
                 f"its positions are {places.dtype} of {places.dim()} dims; int32 or int64 of 1 or 2 is known"
             )
         lead = places.dim()
-        if value.dim() not in (lead + 1, lead + 2) or not all(map(equal, value.shape[:lead], places.shape)):
+        if value.dim() not in (lead + 1, lead + 2) or any(map(_differ, value.shape[:lead], places.shape)):
             raise _Refused(f"positions {tuple(places.shape)} do not say where the rows of {tuple(value.shape)} stand")
         last = value.shape[-1]
         if not isinstance(last, int) or (last != head_size if value.dim() == lead + 2 else last % head_size):
@@ -592,6 +596,11 @@ class _Finder:
                 fused_by_engine=fused_by_engine,
             )
         )
+
+
+def _differ(first: Any, second: Any) -> bool:
+    """Whether sizes that an operator takes for the same are known to be others. Often nobody told the compiler that they are the same."""
+    return statically_known_true(first != second)
 
 
 def _layout_in(base: torch.Tensor, region: Region, axes: str) -> str | None:
