@@ -1,25 +1,38 @@
-"""Decode steps of whole stacks under CUDA graphs: plain Inductor, with the cache written in two ways, and rope_fusion.
+"""Decode steps of whole stacks under CUDA graphs: plain Inductor, with the cache written in two ways, and rope_fusion, given both.
 
-The shapes are those of GPT-OSS-20B (24 layers, its four active experts as one dense MLP) and Llama-3-8B (32 layers), with random
-weights; every variant has the same attention kernel.
+The shapes are those of GPT-OSS-20B (24 layers) and Llama-3-8B (32 layers) without embedding and head, with random weights; every variant
+has the same weights, caches and attention kernel. Each sequence has 1024 tokens in its cache.
+
+GPT-OSS's four active experts hold 4-bit weights: 4 × 4.25 bits for each weight of an expert, about what one expert's weights take in bf16.
+So a token reads as many bytes as from one dense bf16 MLP of an expert's size, 2880, which stands here for the experts. (In a larger batch
+more experts are active than four, which is left out.) The shapes named "dense" have the four experts as one MLP of 4 × 2880 in bf16, which
+reads four times as much.
+
+"engine" is the same layer in vLLM's operators: rotary_embedding, static_scaled_fp8_quant and reshape_and_cache_flash.
+
+One layer is compiled, and called for every layer with that layer's weights: regional compilation, which gives the kernels that compiling
+the whole stack gives, since a layer begins by adding what the previous one left for it. ``decode_whole`` compiles whole stacks.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
 
 import rope_fusion
-from rope_fusion.backend import rope_fusion as backend
+from rope_fusion.bench_timing import compile_ahead, count_of, fp8_suits, launches, needs_gpu, ours, times_us
 
-FP8 = torch.float8_e4m3fn
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 CONTEXT, PAGE, FILLED = 1040, 16, 1024
+BATCHES = (1, 16, 64)
+skipped = needs_gpu
 
 
 @dataclass(frozen=True)
@@ -34,245 +47,344 @@ class Shape:
     dim: int
     mlp: int
     fp8: bool = False
+    engine: bool = False
 
 
 SHAPES = (
-    Shape("gpt-oss-20b bf16", 24, 2880, 64, 8, 64, 4 * 2880),
-    Shape("gpt-oss-20b fp8", 24, 2880, 64, 8, 64, 4 * 2880, fp8=True),
+    Shape("gpt-oss-20b bf16", 24, 2880, 64, 8, 64, 2880),
+    Shape("gpt-oss-20b fp8", 24, 2880, 64, 8, 64, 2880, fp8=True),
+    Shape("gpt-oss-20b engine fp8", 24, 2880, 64, 8, 64, 2880, fp8=True, engine=True),
     Shape("llama-3-8b bf16", 32, 4096, 32, 8, 128, 14336),
+    Shape("gpt-oss-20b dense bf16", 24, 2880, 64, 8, 64, 4 * 2880),
+    Shape("gpt-oss-20b dense fp8", 24, 2880, 64, 8, 64, 4 * 2880, fp8=True),
+)
+REHEARSED = (
+    Shape("small bf16", 2, 64, 8, 2, 16, 64),
+    Shape("small fp8", 2, 64, 8, 2, 16, 64, fp8=True),
+    Shape("small engine fp8", 2, 64, 8, 2, 16, 64, fp8=True, engine=True),
 )
 
 
-MODELS = tuple(shape.name for shape in SHAPES)
+class Variant(NamedTuple):
+    """A backend and the way in which the cache is written."""
+
+    name: str
+    spelling: str  # "view" | "direct" | "engine"
+    with_us: bool
+
+
+PLAIN_OPERATORS = (
+    Variant("Inductor, view", "view", False),
+    Variant("Inductor, direct", "direct", False),
+    Variant("rope_fusion, view", "view", True),
+    Variant("rope_fusion, direct", "direct", True),
+)
+ENGINE_OPERATORS = (Variant("Inductor", "engine", False), Variant("rope_fusion", "engine", True))
+
+
+class Layer(NamedTuple):
+    """One layer's weights, [out, in], and caches, [blocks, PAGE, heads, dim]."""
+
+    qkv: Tensor
+    out: Tensor
+    up: Tensor
+    down: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians of CUDA-graph replays, in µs per step, and kernels per step."""
+    """Microseconds and launches per step, by variant."""
 
     model: str
     batch: int
-    inductor_view: float
-    inductor_direct: float
-    rope_fusion: float
-    kernels_direct: int
-    kernels_rope_fusion: int
-    error: float  # |rope_fusion - Inductor| over |Inductor|, by norms
-    hits: dict[str, int] = field(default_factory=dict)
+    us: dict[str, float]
+    kernels: dict[str, dict[str, int] | None]  # by name, of one step
+    error: dict[str, float]  # ‖result − eager‖ / ‖eager‖ after all layers
+    hits: dict[str, dict[str, int]] = field(default_factory=dict)
+    wrong: str | None = None  # what is not as it should be
+
+    def best(self, prefix: str) -> str:
+        """The fastest variant whose name begins so."""
+        return min((name for name in self.us if name.startswith(prefix)), key=lambda name: self.us[name])
+
+    @property
+    def gain(self) -> float:
+        """The best of plain Inductor over the slowest of ours: whatever the spelling, so much is gained at least."""
+        slowest = max(us for name, us in self.us.items() if name.startswith("rope_fusion"))
+        return self.us[self.best("Inductor")] / slowest
+
+    @property
+    def gain_over_view(self) -> float | None:
+        """For a model that writes its cache through a view."""
+        view = self.us.get("Inductor, view")
+        return None if view is None else view / self.us["rope_fusion, view"]
+
+    @property
+    def tokens_per_second(self) -> dict[str, float]:
+        """Of all sequences together, by variant."""
+        return {name: self.batch / us * 1e6 for name, us in self.us.items()}
 
 
-class Layer(nn.Module):
-    """Norm, packed qkv, RoPE, cache write, attention, MLP."""
+def quantised(x: Tensor, scale: Tensor) -> Tensor:
+    """Static FP8."""
+    return (x.float() / scale).clamp(-448, 448).to(FP8)
 
-    k_cache: Tensor
-    v_cache: Tensor
 
-    def __init__(self, shape: Shape, batch: int, write_view: bool) -> None:
-        super().__init__()
-        s, self.shape, self.write_view = shape, shape, write_view
-        self.qkv = nn.Linear(s.hidden, (s.q_heads + 2 * s.kv_heads) * s.dim, bias=False)
-        self.out = nn.Linear(s.q_heads * s.dim, s.hidden, bias=False)
-        self.up = nn.Linear(s.hidden, 2 * s.mlp, bias=False)
-        self.down = nn.Linear(s.mlp, s.hidden, bias=False)
-        for name in ("k_cache", "v_cache"):
-            cache = torch.randn(batch * CONTEXT // PAGE, PAGE, s.kv_heads, s.dim)
-            self.register_buffer(name, cache.to(FP8 if s.fp8 else torch.bfloat16))
+def store(cache: Tensor, x: Tensor, slots: Tensor, spelling: str) -> None:
+    """Write x [B, H, D] at its slots."""
+    if x.element_size() == 1 and spelling != "direct":  # eager torch cannot index FP8 tensors; Inductor can
+        cache, x = cache.view(torch.uint8), x.view(torch.uint8)
+    if spelling == "view":
+        cache.view(-1, *cache.shape[2:])[slots] = x
+    else:
+        cache[slots // PAGE, slots % PAGE] = x
 
-    def store(self, cache: Tensor, x: Tensor, slots: Tensor, scale: Tensor) -> None:
-        if self.shape.fp8:
-            x = (x.float() / scale).clamp(-448, 448).to(FP8)
-        if not self.write_view:
-            cache[slots // PAGE, slots % PAGE] = x
-        elif self.shape.fp8:
-            cache.view(torch.uint8).view(-1, *cache.shape[2:])[slots] = x.view(torch.uint8)
-        else:
-            cache.view(-1, *cache.shape[2:])[slots] = x
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neox pairs, in float32."""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def prologue(
+    shape: Shape,
+    spelling: str,
+    qkv: Tensor,
+    layer: Layer,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    scale: Tensor,
+) -> Tensor:
+    """The q that attention takes, [B, Hq, D]; K and V are in their caches."""
+    sizes = [shape.q_heads * shape.dim, shape.kv_heads * shape.dim, shape.kv_heads * shape.dim]
+    q, k, v = qkv.split(sizes, -1)
+    if spelling == "engine":
+        torch.ops._C.rotary_embedding(positions, q, k, shape.dim, table, True)
+        q8 = torch.empty(q.shape, dtype=FP8, device=q.device)
+        torch.ops._C.static_scaled_fp8_quant(q8, q, scale)
+        k, v = (x.view(x.shape[0], -1, shape.dim) for x in (k, v))
+        torch.ops._C_cache_ops.reshape_and_cache_flash(k, v, layer.k_cache, layer.v_cache, slots, "fp8", scale, scale)
+        return q8.view(q.shape[0], -1, shape.dim)
+    q, k, v = (x.view(x.shape[0], -1, shape.dim) for x in (q, k, v))
+    cos, sin = (x[:, None] for x in table[positions].chunk(2, -1))
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    if shape.fp8:
+        q, k, v = (quantised(x, scale) for x in (q, k, v))
+    store(layer.k_cache, k, slots, spelling)
+    store(layer.v_cache, v, slots, spelling)
+    return q
+
+
+def layer_function(shape: Shape, spelling: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """One layer: add, norm, packed qkv, RoPE, cache write, attention, MLP."""
 
     def forward(
-        self, x: Tensor, table: Tensor, positions: Tensor, slots: Tensor, length: Tensor, scale: Tensor
-    ) -> Tensor:
-        s = self.shape
-        sizes = [s.q_heads * s.dim, s.kv_heads * s.dim, s.kv_heads * s.dim]
-        normed = nn.functional.rms_norm(x, x.shape[-1:])
-        q, k, v = (t.view(t.shape[0], -1, s.dim) for t in self.qkv(normed).split(sizes, -1))
-        cos, sin = (t[:, None] for t in table[positions].chunk(2, -1))
-
-        def rotate(t: Tensor) -> Tensor:
-            first, second = t.float().chunk(2, -1)
-            return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(t.dtype)
-
-        q, k = rotate(q), rotate(k)
-        if s.fp8:
-            q = (q.float() / scale).clamp(-448, 448).to(FP8)
-        self.store(self.k_cache, k, slots, scale)
-        self.store(self.v_cache, v, slots, scale)
-        one = scale if s.fp8 else torch.ones_like(scale)
+        x: Tensor, delta: Tensor, layer: Layer, table: Tensor, positions: Tensor, slots: Tensor, length: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x = x + delta
+        qkv = linear(rms_norm(x, x.shape[-1:]), layer.qkv)
+        q = prologue(shape, spelling, qkv, layer, table, positions, slots, scale)
         attended = torch.ops.rope_fusion_bench.decode_attention(
-            q, self.k_cache, self.v_cache, length, one, one, one, CONTEXT
+            q, layer.k_cache, layer.v_cache, length, scale, scale, scale, CONTEXT
         )
-        x = x + self.out(attended.reshape(x.shape[0], -1))
-        gate, up = self.up(nn.functional.rms_norm(x, x.shape[-1:])).chunk(2, -1)
-        return x + self.down(nn.functional.silu(gate) * up)
+        x = x + linear(attended.reshape(x.shape[0], -1), layer.out)
+        gate, up = linear(rms_norm(x, x.shape[-1:]), layer.up).chunk(2, -1)
+        return x, linear(silu(gate) * up, layer.down)
+
+    return forward
 
 
-class Stack(nn.Module):
-    """All layers; they share table, positions and slots."""
-
-    def __init__(self, shape: Shape, batch: int, write_view: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(shape, batch, write_view) for _ in range(shape.layers))
-
-    def forward(self, x: Tensor, *shared: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, *shared)
-        return x
-
-    def write_through_view(self, view: bool) -> None:
-        """Choose the spelling of the cache write."""
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            layer.write_view = view
+def step(function: Callable[..., tuple[Tensor, Tensor]], layers: Sequence[Layer], x: Tensor, *shared: Tensor) -> Tensor:
+    """All layers, by a function for one."""
+    delta = torch.zeros_like(x)
+    for layer in layers:
+        x, delta = function(x, delta, layer, *shared)
+    return x + delta
 
 
-def make(shape: Shape, batch: int, write_view: bool) -> Stack:
-    with torch.device("cuda"):
-        torch.manual_seed(0)
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return Stack(shape, batch, write_view).eval()
-        finally:
-            torch.set_default_dtype(previous)
+def make_layers(shape: Shape, batch: int, count: int, device: str) -> list[Layer]:
+    """Random weights of a size that keeps values near 1, and caches full of random values."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def weight(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, device=device, dtype=BF16, generator=generator) * columns**-0.5
+
+    def cache() -> Tensor:
+        size = (batch * CONTEXT // PAGE, PAGE, shape.kv_heads, shape.dim)
+        return torch.randn(size, device=device, dtype=BF16, generator=generator).to(FP8 if shape.fp8 else BF16)
+
+    width, heads = shape.q_heads * shape.dim, shape.q_heads + 2 * shape.kv_heads
+    return [
+        Layer(
+            weight(heads * shape.dim, shape.hidden),
+            weight(shape.hidden, width),
+            weight(2 * shape.mlp, shape.hidden),
+            weight(shape.hidden, shape.mlp),
+            cache(),
+            cache(),
+        )
+        for _ in range(count)
+    ]
 
 
-def inputs(shape: Shape, batch: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator("cuda").manual_seed(1)
-    frequency = 150000.0 ** (-torch.arange(0, shape.dim, 2, device="cuda") / shape.dim)
-    angles = torch.arange(131072, device="cuda")[:, None] * frequency
+def inputs(shape: Shape, batch: int, device: str) -> tuple[Tensor, ...]:
+    """x, the cos/sin table (in bf16 where engines have it so), positions, slots, length and scale."""
+    frequency = 150000.0 ** (-torch.arange(0, shape.dim, 2, device=device) / shape.dim)
+    angles = torch.arange(131072 if device.startswith("cuda") else 2 * FILLED, device=device)[:, None] * frequency
+    table = torch.cat([angles.cos(), angles.sin()], -1)
     return (
-        torch.randn(batch, shape.hidden, device="cuda", dtype=torch.bfloat16, generator=generator),
-        torch.cat([angles.cos(), angles.sin()], -1),
-        torch.full((batch,), FILLED, device="cuda"),
-        torch.arange(batch, device="cuda") * CONTEXT + FILLED,
-        torch.full((1,), FILLED + 1, device="cuda", dtype=torch.int32),
-        torch.full((1,), 0.05, device="cuda"),
+        torch.randn(batch, shape.hidden, device=device).to(BF16),
+        table.to(BF16) if shape.engine else table,
+        torch.full((batch,), FILLED, device=device),
+        torch.arange(batch, device=device) * CONTEXT + FILLED,
+        torch.full((1,), FILLED + 1, device=device, dtype=torch.int32),
+        torch.full((1,), 0.05 if shape.fp8 else 1.0, device=device),
     )
 
 
-def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A CUDA graph of one step, and the tensor its replays write."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    return graph, out
+def forget_new_tokens(layers: Sequence[Layer], slots: Tensor) -> None:
+    """NaN where the step is to write, so that a write that is missing shows in its result."""
+    for layer in layers:
+        for cache in (layer.k_cache, layer.v_cache):
+            cache.view(torch.uint8)[slots // PAGE, slots % PAGE] = 0xFF
 
 
-def replay_us(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int = 40) -> list[float]:
-    """Median µs of a replay of each graph, measured in turns so that all see the same clocks."""
-    times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(rounds):
-        for graph, mine in zip(graphs, times, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            start.record()
-            for _ in range(3):
-                graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            mine.append(start.elapsed_time(end) / 3 * 1e3)
-    return [statistics.median(mine) for mine in times]
+def variants(shape: Shape) -> tuple[Variant, ...]:
+    """What is compared for a shape."""
+    return ENGINE_OPERATORS if shape.engine else PLAIN_OPERATORS
 
 
-def kernels_of(graph: torch.cuda.CUDAGraph) -> int:
-    """Device kernels, copies and fills of one replay."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
+def compiled_step(
+    shape: Shape, variant: Variant, layers: Sequence[Layer], whole: bool, device: str
+) -> Callable[..., Tensor]:
+    """The step, with one layer compiled or, `whole`, all of them in one graph."""
+    how = ours(device) if variant.with_us else {}
+    function = layer_function(shape, variant.spelling)
+    if whole:
+        return torch.compile(functools.partial(step, function, layers), dynamic=False, **how)
+    return functools.partial(step, torch.compile(function, dynamic=False, **how), layers)
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        graph.replay()
-        torch.cuda.synchronize()
-    return sum(event.device_type == DeviceType.CUDA for event in profiled.events())
 
-
-def measure(shape: Shape, batch: int) -> Measurement:
-    arguments = inputs(shape, batch)
-    variants: dict[str, tuple[bool, Callable[[Stack], Callable[..., Tensor]]]] = {
-        "inductor_view": (True, lambda model: torch.compile(model, dynamic=False)),
-        "inductor_direct": (False, lambda model: torch.compile(model, dynamic=False)),
-        "rope_fusion": (
-            True,
-            lambda model: torch.compile(model, backend=backend, options={"rope_fusion.strict": True}, dynamic=False),
-        ),
-    }
-    graphs, outs, hits = [], [], {}
-    model = make(shape, batch, write_view=True)
+def compile_job(job: tuple[Shape, int, Variant, int, bool], device: str) -> None:
+    """Compile one variant and call it once."""
+    shape, batch, variant, count, whole = job
+    _register(device)
+    layers = make_layers(shape, batch, count, device)
     with torch.no_grad():
-        for write_view, compile_it in variants.values():
-            torch.compiler.reset()
-            model.write_through_view(write_view)
-            compiled = compile_it(model)
+        compiled_step(shape, variant, layers, whole, device)(*inputs(shape, batch, device))
+
+
+def measure(shape: Shape, batch: int, device: str, whole: bool = False) -> Measurement:
+    """Check the variants against eager on fresh random inputs, then time them in turns."""
+    layers = make_layers(shape, batch, shape.layers, device)
+    arguments = inputs(shape, batch, device)
+    slots = arguments[3]
+    torch.compiler.reset()
+    calls, error, hits = {}, {}, {}
+    with torch.no_grad():
+        eager = functools.partial(step, layer_function(shape, "engine" if shape.engine else "bytes"), layers)
+        forget_new_tokens(layers, slots)
+        expected = eager(*arguments).float()
+        for variant in variants(shape):
+            compiled = compiled_step(shape, variant, layers, whole, device)
+            forget_new_tokens(layers, slots)
             with rope_fusion.record() as report:
-                graph, out = captured(functools.partial(compiled, *arguments))
-            graphs.append(graph)
-            outs.append(out)
-            hits = report.hits
-        times = replay_us(graphs)
-        error = ((outs[2].float() - outs[1].float()).norm() / outs[1].float().norm()).item()
-        counts = [kernels_of(graph) for graph in graphs]
-    view, direct, fused = times
-    return Measurement(shape.name, batch, view, direct, fused, counts[1], counts[2], error, hits)
+                got = compiled(*arguments).float()
+            error[variant.name] = ((got - expected).norm() / expected.norm()).item()
+            if variant.with_us:
+                hits[variant.name] = report.hits
+            calls[variant.name] = functools.partial(compiled, *arguments)
+        times = times_us(list(calls.values()), device, budget_us=100e3)
+        kernels = {name: launches(call, device) for name, call in calls.items()}
+    return Measurement(
+        shape.name, batch, dict(zip(calls, times, strict=True)), kernels, error, hits, _wrong(error, hits)
+    )
+
+
+def _wrong(error: dict[str, float], hits: dict[str, dict[str, int]]) -> str | None:
+    plain = max(value for name, value in error.items() if name.startswith("Inductor"))
+    for name, value in error.items():
+        # As far from eager as plain Inductor is, or a few steps of bf16: every layer amplifies what another rounding does.
+        if not value <= max(2 * plain, 2**-5):  # NaN is wrong as well
+            return f"{name}: error {value:.2g}, plain Inductor {plain:.2g}"
+    unfused = [name for name, found in hits.items() if not found]
+    return f"{', '.join(unfused)}: nothing was fused" if unfused else None
+
+
+def _register(device: str) -> None:
+    """Make the attention known, and on a GPU those engine operators that no engine has brought."""
+    from rope_fusion import bench_attention  # noqa: F401  (importing it registers the operator)
+
+    if device.startswith("cuda"):
+        from rope_fusion.bench_engine_ops import register_missing
+
+        register_missing()
+
+
+def shapes(device: str) -> list[Shape]:
+    """What suits the device; engine operators are left out where there are none."""
+    engine = hasattr(torch.ops._C, "rotary_embedding") and hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash")
+    found = SHAPES if device.startswith("cuda") else REHEARSED
+    return [shape for shape in found if (engine or not shape.engine) and (fp8_suits(device) or not shape.fp8)]
 
 
 def benchmark(
-    device: str = "cuda", batches: Sequence[int] = (1, 16, 64), models: Sequence[str] = MODELS
+    device: str, quick: bool = False, wanted: Sequence[tuple[Shape, int]] | None = None, whole: bool = False
 ) -> list[Measurement]:
-    """Measure every shape at every batch size.
-
-    Raises:
-        RuntimeError: `device` is no GPU; the models take tens of GB and Triton.
-    """
-    if not device.startswith("cuda"):
-        raise RuntimeError(
-            f"the decode benchmark needs a GPU, got {device!r}; `rope-fusion bench writes` runs on the CPU"
-        )
-    from rope_fusion import bench_attention  # noqa: F401  (registers the attention that the models call)
-
-    return [measure(shape, batch) for shape in SHAPES if shape.name in models for batch in batches]
+    """Measure every shape at every batch size, or those that are `wanted`."""
+    _register(device)
+    if wanted is None:
+        batches = BATCHES[:1] if quick else BATCHES if device.startswith("cuda") else (3,)
+        wanted = [(shape, batch) for shape in shapes(device) for batch in batches]
+    jobs = [
+        (shape, batch, variant, shape.layers if whole else 1, whole)
+        for shape, batch in wanted
+        for variant in variants(shape)
+    ]
+    compile_ahead("rope_fusion.bench_cases_decode", jobs, device)
+    return [measure(shape, batch, device, whole) for shape, batch in wanted]
 
 
 def table(found: Sequence[Measurement]) -> str:
     """One row per shape and batch size."""
-    rows = [
-        (
-            m.model,
-            m.batch,
-            f"{m.inductor_view:.0f}",
-            f"{m.inductor_direct:.0f}",
-            f"{m.rope_fusion:.0f}",
-            f"{m.inductor_view / m.rope_fusion:.3f}",
-            f"{m.inductor_direct / m.rope_fusion:.3f}",
-            f"{m.batch / m.rope_fusion * 1e6:.0f}",
-            f"{m.kernels_direct} → {m.kernels_rope_fusion}",
-            ", ".join(f"{name} {count}" for name, count in m.hits.items()),
+    rows = []
+    for m in found:
+        best, mine = m.best("Inductor"), m.best("rope_fusion")
+        rows.append(
+            (
+                m.model,
+                m.batch,
+                _us(m, "Inductor, view"),
+                _us(m, "Inductor, direct", "Inductor"),
+                _us(m, "rope_fusion, view"),
+                _us(m, "rope_fusion, direct", "rope_fusion"),
+                "" if m.gain_over_view is None else f"{m.gain_over_view:.3f}",
+                f"{m.gain:.3f}",
+                f"{m.tokens_per_second[best]:.0f} → {m.tokens_per_second[mine]:.0f}",
+                "" if m.kernels[best] is None else f"{count_of(m.kernels[best])} → {count_of(m.kernels[mine])}",
+                f"{max(m.error.values()):.0e}",
+                f"WRONG: {m.wrong}" if m.wrong else ", ".join(f"{name} {n}" for name, n in m.hits[mine].items()),
+            )
         )
-        for m in found
-    ]
     headers = (
         "model",
         "batch",
-        "Inductor, view µs",
-        "direct µs",
-        "rope_fusion µs",
+        "Inductor, view",
+        "direct",
+        "rope_fusion, view",
+        "direct",
         "× view",
-        "× direct",
+        "× best",
         "tokens/s",
         "kernels",
+        "error",
         "hits",
     )
-    return tabulate(rows, headers)
+    return "µs per step; hits are of one layer\n\n" + tabulate(rows, headers, disable_numparse=True)
+
+
+def _us(m: Measurement, *names: str) -> str:
+    return next((f"{m.us[name]:.0f}" for name in names if name in m.us), "")

@@ -53,7 +53,7 @@ class Timing:
 
 
 def benchmark(
-    tokens: Sequence[int] = (16, 64, 256), layers: int = 8, size: int = 1024, device: str = "cpu", rounds: int = 15
+    tokens: Sequence[int] = (1, 16, 64, 256), layers: int = 8, size: int = 1024, device: str = "cpu", rounds: int = 15
 ) -> list[Timing]:
     """Time a stack of block-scaled FP8 linears on one thread, the three ways in turn: noise falls on all alike."""
     threads = torch.get_num_threads()

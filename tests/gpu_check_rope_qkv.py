@@ -271,7 +271,7 @@ def grid(variant: Variant, tokens: int, full: bool) -> list[LaunchParameters]:
         block = min(max(elements // width, 1), rope_qkv_triton.next_power_of_2(heads))
         return block, min(steps, -(-heads // block))
 
-    shapes = itertools.product((1, 2, 4, 8), (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8), (1, 2, 4, 8))
+    shapes = itertools.product((1, 2, 4, 8), (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8), (1, 2, 4, 8, 16))
 
     def worth_trying(block: int, elements: int, steps: int, warps: int) -> bool:
         each = block * elements / (32 * warps)

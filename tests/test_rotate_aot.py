@@ -100,7 +100,7 @@ def test_shipped_form_compiles_without_spills(target: Target, name: str, rule: i
     assert result.spilled_registers == 0
 
 
-@pytest.mark.parametrize("rule", range(1, len(LAUNCHES)))  # the smallest calls are spread over more threads instead
+@pytest.mark.parametrize("rule", range(len(LAUNCHES)))
 @pytest.mark.parametrize("name", ["o-projection", "partial, first half of 128"])
 def test_rows_are_read_and_written_sixteen_bytes_at_a_time(name: str, rule: int) -> None:
     result = compiled(Target("cuda", 90), rule=rule, **SHAPES[name])

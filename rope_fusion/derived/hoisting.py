@@ -165,7 +165,8 @@ def _take_out(
     values = tuple(plan.take_out(graph, chosen))
     taken = {node for candidate in chosen for node in candidate.nodes}
     settle(graph, finding.lifted, taken)
-    for node in taken:
+    products = [node for candidate in chosen if candidate.packing for node in candidate.packing.products]
+    for node in (*products, *taken):
         erase_unread(graph, node)
     return _Hoisted(derivations, values, refused=not chosen)
 
@@ -184,6 +185,7 @@ def _derivation(candidate: plan.Candidate, infos: Mapping[Node, InputInfo], posi
         stride=value.stride(),
         dtype=value.dtype,
         device=value.device,
+        packed=candidate.packing is not None,
     )
 
 

@@ -15,6 +15,7 @@ from rope_fusion.canonical.dequant import find_dequantisations, find_table_casts
 from rope_fusion.canonical.derivation import cast_table, dequantize
 from rope_fusion.canonical.static_values import FREE_VIEWS, MOVEMENTS, StaticValues, tensor_of
 from rope_fusion.derived.lifting import LiftedCast, lift_casts
+from rope_fusion.derived.packing import Packing, append_packing, packing_of, read_packed, stand_in
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Candidate:
         structure: text that equal computations share.
         saving: bytes of memory traffic that each call is spared.
         bytes: memory that keeping it takes.
+        packing: how its readers take it in oneDNN's own arrangement; None where it is kept as the program has it.
     """
 
     operator: Callable[..., Any]
@@ -36,6 +38,7 @@ class Candidate:
     structure: str
     saving: int
     bytes: int
+    packing: Packing | None = None
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +106,10 @@ def _candidate(
 ) -> Candidate:
     size = _bytes(nodes[0])
     traffic = size + sum(_bytes(source) for source in sources)
-    return Candidate(operator, tuple(nodes), sources, structure, traffic * len(nodes), size)
+    packing = packing_of(nodes)
+    if packing is not None:
+        structure = f"packed {structure}"
+    return Candidate(operator, tuple(nodes), sources, structure, traffic * len(nodes), size, packing)
 
 
 def _placeholder_of(codes: Node, static: StaticValues) -> Node:
@@ -172,7 +178,8 @@ def computation_of(candidate: Candidate) -> GraphModule:
     for node in sorted(needed):
         if node not in copies:
             copies[node] = graph.node_copy(node, lambda item: copies[item])
-    graph.output(copies[candidate.nodes[0]])
+    result = copies[candidate.nodes[0]]
+    graph.output(append_packing(graph, result, candidate.packing) if candidate.packing else result)
     for node in graph.nodes:
         node.meta.clear()  # fake tensors of the compilation
     return GraphModule({}, graph)
@@ -181,20 +188,26 @@ def computation_of(candidate: Candidate) -> GraphModule:
 def take_out(graph: Graph, candidates: Sequence[Candidate]) -> list[torch.Tensor]:
     """Replace the candidates by new placeholders after the last one; the fake tensors that stand for them.
 
-    The nodes that computed them stay, unread.
+    The nodes that computed them stay, unread, and so do the products that read a packed one.
     """
     last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
     values = []
     for index, candidate in enumerate(candidates):
-        old = candidate.nodes[0].meta["val"]
+        old, packing = candidate.nodes[0].meta["val"], candidate.packing
         with old.fake_mode:
-            value = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+            if packing is not None:
+                value = stand_in(old, packing)
+            else:
+                value = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
         with graph.inserting_after(last):
             last = graph.placeholder(f"derived_{index}")
         last.meta["val"] = value
+        values.append(value)
+        if packing is not None:
+            read_packed(graph, packing, last)
+            continue
         if "tensor_meta" in candidate.nodes[0].meta:
             last.meta["tensor_meta"] = candidate.nodes[0].meta["tensor_meta"]
-        values.append(value)
         for node in candidate.nodes:
             node.replace_all_uses_with(last)
     return values

@@ -32,6 +32,7 @@ class Derivation:
         sources: positions of the sources among the compiled function's arguments.
         source_names: for people, one per source.
         shape, stride, dtype, device: of the result, as the compiled code expects it.
+        packed: whether it is kept in oneDNN's own arrangement (`derived.packing`), which has no strides.
     """
 
     name: str
@@ -43,16 +44,19 @@ class Derivation:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    packed: bool = False
 
     @property
     def bytes(self) -> int:
-        """Memory that the result takes."""
+        """Memory that the result takes (a packed one somewhat more, where its sizes are no multiples of 16)."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
     def run(self, sources: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
         """Compute the value, into a storage of its own or into that of `into`."""
         with torch.inference_mode(False), torch.no_grad():
             value = self.compute(*[source.detach() for source in sources])
+            if self.packed:
+                return value if into is None else into.copy_(value)
             taken = {source.untyped_storage().data_ptr() for source in sources}
             fits = value.stride() == self.stride and value.device == self.device
             if into is None and fits and value.untyped_storage().data_ptr() not in taken and not value.is_inference():

@@ -239,7 +239,6 @@ class Launch:
 
 # Measured on one H200, see docs/performance.md.
 LAUNCHES = (
-    Launch(max_elements=1 << 15, tile=512, warps=4),
     Launch(max_elements=1 << 20, tile=1024, warps=4),
     Launch(max_elements=float("inf"), tile=1024, warps=1),
 )

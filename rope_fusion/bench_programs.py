@@ -1,0 +1,199 @@
+"""Small programs compiled by plain Inductor and by rope_fusion: checked against eager first, then timed beside their floor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+import rope_fusion
+from rope_fusion.bench_timing import as_bytes, count_of, launches, machine, ours, poison, times_us
+
+EAGER_TOKENS = 256  # beyond, eager is measured by nobody
+# By how much the share of FP8 values that differ from the rounding-exact eager reference may exceed 0: a fused multiply-add in
+# Inductor's or our code turns a rounding about once in a million.
+MISMATCH = 1e-5
+
+
+@dataclass
+class Call:
+    """A program with fresh random operands.
+
+    Args:
+        program: what is compiled; returns a tensor or a tuple of tensors.
+        eager: the same in operators that eager torch has for these dtypes.
+        arguments: the operands; floats are random, caches full of NaN where nothing was written.
+        written: which arguments the program writes.
+        moved: bytes that any implementation must read and write.
+    """
+
+    program: Callable[..., Any]
+    eager: Callable[..., Any]
+    arguments: tuple[Tensor, ...]
+    written: tuple[int, ...]
+    moved: int
+
+    def results(self, function: Callable[..., Any]) -> list[Tensor]:
+        """What `function` returns and writes, on copies of what it writes."""
+        arguments = list(self.arguments)
+        for at in self.written:
+            arguments[at] = arguments[at].clone()
+        out = function(*arguments)
+        return [*((out,) if isinstance(out, Tensor) else out), *(arguments[at] for at in self.written)]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One row: what to run, and at how many tokens."""
+
+    case: str
+    tokens: int
+    make: Callable[[str], Call]  # device → operands
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Microseconds per call, kernels per call, and how far the results are from eager's."""
+
+    case: str
+    tokens: int
+    eager_us: float | None
+    inductor_us: float
+    rope_fusion_us: float
+    floor_us: float
+    kernels_inductor: int | None
+    kernels_rope_fusion: int | None
+    fp8_mismatch: float | None  # share of FP8 values that differ from eager's
+    error: float  # ‖result − eager‖ / ‖eager‖ of the other results, the largest
+    hits: dict[str, int] = field(default_factory=dict)
+    wrong: str | None = None  # what is not as it should be
+
+    @property
+    def gain(self) -> float:
+        """Plain Inductor's time over ours."""
+        return self.inductor_us / self.rope_fusion_us
+
+    @property
+    def over_floor(self) -> float:
+        """Our time over the floor."""
+        return self.rope_fusion_us / self.floor_us
+
+
+def compile_job(job: tuple[Program, bool], device: str) -> None:
+    """Compile a program for one backend and call it once."""
+    program, with_us = job
+    call = program.make(device)
+    with torch.no_grad():
+        _compiled(call, device, with_us)(*call.arguments)
+
+
+def jobs(programs: Sequence[Program]) -> list[tuple[Program, bool]]:
+    """What ``compile_ahead`` compiles."""
+    return [(program, with_us) for program in programs for with_us in (True, False)]
+
+
+def _compiled(call: Call, device: str, with_us: bool) -> Callable[..., Any]:
+    return torch.compile(call.program, dynamic=False, **(ours(device) if with_us else {}))
+
+
+def measure(programs: Sequence[Program], device: str) -> Iterator[Measurement]:
+    """Measure each program; what is wrong is noted with its figures."""
+    with torch.no_grad():
+        for program in programs:
+            yield _measure(program, device)
+
+
+def _measure(program: Program, device: str) -> Measurement:
+    call = program.make(device)
+    torch.compiler.reset()
+    plain = _compiled(call, device, False)
+    with rope_fusion.record() as report:
+        fused = _compiled(call, device, True)
+        expected = call.results(call.eager)
+        poison(expected)
+        got = call.results(fused)
+    mismatch, error = _differences(got, expected)
+    _, plain_error = _differences(call.results(plain), expected)
+    run = [functools.partial(function, *call.arguments) for function in (plain, fused, call.eager)]
+    with_eager = program.tokens <= EAGER_TOKENS
+    times = times_us(run if with_eager else run[:2], device)
+    counts = [count_of(launches(one, device)) for one in run[:2]]
+    limit = 1.5 * plain_error + 2**-9  # one rounding to bf16 more than Inductor's
+    wrong = None
+    if not error <= limit:  # NaN is wrong as well
+        wrong = f"error {error:.2g}, plain Inductor {plain_error:.2g}"
+    elif mismatch is not None and not mismatch <= MISMATCH:
+        wrong = f"{mismatch:.2g} of the FP8 values differ from eager"
+    return Measurement(
+        program.case,
+        program.tokens,
+        times[2] if with_eager else None,
+        times[0],
+        times[1],
+        machine(device).floor_us(call.moved),
+        counts[0],
+        counts[1],
+        mismatch,
+        error,
+        report.hits,
+        wrong,
+    )
+
+
+def _differences(got: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float | None, float]:
+    """Share of FP8 values that differ, and the largest relative error of the others; NaN where one side alone has NaN."""
+    compared = differing = 0
+    error = 0.0
+    for mine, theirs in zip(got, expected, strict=True):
+        if mine.element_size() == 1:
+            compared += theirs.numel()
+            differing += int((as_bytes(mine) != as_bytes(theirs)).sum())
+        else:
+            nan = theirs.isnan()
+            if not torch.equal(mine.isnan(), nan):
+                error = float("nan")
+                continue
+            wide, exact = (x.float().masked_fill(nan, 0.0) for x in (mine, theirs))
+            error = max(error, ((wide - exact).norm() / exact.norm().clamp(min=1e-30)).item())
+    return (differing / compared if compared else None), error
+
+
+def table(found: Sequence[Measurement]) -> str:
+    """One row per program."""
+    rows = [
+        (
+            m.case,
+            m.tokens,
+            m.eager_us,
+            m.inductor_us,
+            m.rope_fusion_us,
+            m.floor_us,
+            f"{m.gain:.2f}",
+            f"{m.over_floor:.2f}",
+            "" if m.kernels_inductor is None else f"{m.kernels_inductor} → {m.kernels_rope_fusion}",
+            "" if m.fp8_mismatch is None else f"{m.fp8_mismatch:.0e}",
+            f"{m.error:.0e}",
+            f"WRONG: {m.wrong}" if m.wrong else ", ".join(m.hits) or "not fused",
+        )
+        for m in found
+    ]
+    headers = (
+        "case",
+        "tokens",
+        "eager",
+        "Inductor",
+        "rope_fusion",
+        "floor",
+        "Inductor / ours",
+        "ours / floor",
+        "kernels",
+        "FP8 that differ",
+        "error",
+        "by",
+    )
+    return "µs per call\n\n" + tabulate(rows, headers, floatfmt=".2f", disable_numparse=[6, 7, 9, 10])
