@@ -103,7 +103,9 @@ def _(q, k, v, length, q_scale, k_scale, v_scale, context):
     """In float32, for rehearsals."""
     batch, q_heads, dim = q.shape
     keys, values = (
-        cache.float().reshape(batch, context, -1, dim)[:, : int(length)].repeat_interleave(q_heads // cache.shape[-2], 2)
+        cache.float()
+        .reshape(batch, context, -1, dim)[:, : int(length)]
+        .repeat_interleave(q_heads // cache.shape[-2], 2)
         for cache in (k, v)
     )
     scores = torch.einsum("bhd,bthd->bht", q.float(), keys) * (q_scale * k_scale * dim**-0.5)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 import rope_fusion
-from rope_fusion.bench_timing import compile_ahead, count_of, fp8_suits, launches, needs_gpu, ours, times_us
+from rope_fusion.bench_timing import POISON, compile_ahead, count_of, fp8_suits, launches, needs_gpu, ours, times_us
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 CONTEXT, PAGE, FILLED = 1040, 16, 1024
@@ -95,12 +95,12 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Microseconds and launches per step, by variant."""
+    """Microseconds per step, and launches, by variant."""
 
     model: str
     batch: int
     us: dict[str, float]
-    kernels: dict[str, dict[str, int] | None]  # by name, of one step
+    kernels: dict[str, dict[str, int] | None]  # by name, of one layer; of the step, where whole stacks are compiled
     error: dict[str, float]  # ‖result − eager‖ / ‖eager‖ after all layers
     hits: dict[str, dict[str, int]] = field(default_factory=dict)
     wrong: str | None = None  # what is not as it should be
@@ -249,7 +249,7 @@ def forget_new_tokens(layers: Sequence[Layer], slots: Tensor) -> None:
     """NaN where the step is to write, so that a write that is missing shows in its result."""
     for layer in layers:
         for cache in (layer.k_cache, layer.v_cache):
-            cache.view(torch.uint8)[slots // PAGE, slots % PAGE] = 0xFF
+            cache.view(torch.uint8)[slots // PAGE, slots % PAGE] = POISON
 
 
 def variants(shape: Shape) -> tuple[Variant, ...]:
@@ -261,23 +261,33 @@ def compiled_step(
     shape: Shape, variant: Variant, layers: Sequence[Layer], whole: bool, device: str
 ) -> Callable[..., Tensor]:
     """The step, with one layer compiled or, `whole`, all of them in one graph."""
-    how = ours(device) if variant.with_us else {}
+    how = _how(variant, device)
     function = layer_function(shape, variant.spelling)
     if whole:
         return torch.compile(functools.partial(step, function, layers), dynamic=False, **how)
     return functools.partial(step, torch.compile(function, dynamic=False, **how), layers)
 
 
-def compile_job(job: tuple[Shape, int, Variant, int, bool], device: str) -> None:
-    """Compile one variant and call it once."""
-    shape, batch, variant, count, whole = job
+def _how(variant: Variant, device: str) -> dict[str, Any]:
+    return ours(device) if variant.with_us else {}
+
+
+def compile_job(job: tuple[Shape, int, Variant, bool], device: str) -> dict[str, int]:
+    """Compile one variant, call it, and count its launches: of one layer, or of all together where they are compiled so."""
+    shape, batch, variant, whole = job
     _register(device)
-    layers = make_layers(shape, batch, count, device)
+    layers = make_layers(shape, batch, shape.layers if whole else 1, device)
+    x, *shared = inputs(shape, batch, device)
     with torch.no_grad():
-        compiled_step(shape, variant, layers, whole, device)(*inputs(shape, batch, device))
+        if whole:
+            return launches(functools.partial(compiled_step(shape, variant, layers, whole, device), x, *shared))
+        function = torch.compile(layer_function(shape, variant.spelling), dynamic=False, **_how(variant, device))
+        return launches(functools.partial(function, x, torch.zeros_like(x), layers[0], *shared))
 
 
-def measure(shape: Shape, batch: int, device: str, whole: bool = False) -> Measurement:
+def measure(
+    shape: Shape, batch: int, device: str, kernels: dict[str, dict[str, int] | None], whole: bool
+) -> Measurement:
     """Check the variants against eager on fresh random inputs, then time them in turns."""
     layers = make_layers(shape, batch, shape.layers, device)
     arguments = inputs(shape, batch, device)
@@ -298,7 +308,6 @@ def measure(shape: Shape, batch: int, device: str, whole: bool = False) -> Measu
                 hits[variant.name] = report.hits
             calls[variant.name] = functools.partial(compiled, *arguments)
         times = times_us(list(calls.values()), device, budget_us=100e3)
-        kernels = {name: launches(call, device) for name, call in calls.items()}
     return Measurement(
         shape.name, batch, dict(zip(calls, times, strict=True)), kernels, error, hits, _wrong(error, hits)
     )
@@ -339,13 +348,10 @@ def benchmark(
     if wanted is None:
         batches = BATCHES[:1] if quick else BATCHES if device.startswith("cuda") else (3,)
         wanted = [(shape, batch) for shape in shapes(device) for batch in batches]
-    jobs = [
-        (shape, batch, variant, shape.layers if whole else 1, whole)
-        for shape, batch in wanted
-        for variant in variants(shape)
-    ]
-    compile_ahead("rope_fusion.bench_cases_decode", jobs, device)
-    return [measure(shape, batch, device, whole) for shape, batch in wanted]
+    jobs = [(shape, batch, variant, whole) for shape, batch in wanted for variant in variants(shape)]
+    counted = iter(compile_ahead("rope_fusion.bench_cases_decode", jobs, device))
+    kernels = [{variant.name: next(counted) for variant in variants(shape)} for shape, _ in wanted]
+    return [measure(shape, batch, device, found, whole) for (shape, batch), found in zip(wanted, kernels, strict=True)]
 
 
 def table(found: Sequence[Measurement]) -> str:

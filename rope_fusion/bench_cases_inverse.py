@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_fusion.bench_programs import Call, Measurement, Program, compile_job, jobs, measure, table
-from rope_fusion.bench_timing import compile_ahead, fp8_suits, needs_gpu
+from rope_fusion.bench_programs import Call, Measurement, Program, measure, table
+from rope_fusion.bench_timing import fp8_suits, needs_gpu
 
-__all__ = ["benchmark", "compile_job", "skipped", "table"]
+__all__ = ["benchmark", "skipped", "table"]
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 GROUP = 128
@@ -131,6 +131,4 @@ def programs(device: str, quick: bool) -> list[Program]:
 
 def benchmark(device: str, quick: bool = False) -> list[Measurement]:
     """Measure them."""
-    wanted = programs(device, quick)
-    compile_ahead(__name__, jobs(wanted), device)
-    return list(measure(wanted, device))
+    return measure(programs(device, quick), device)

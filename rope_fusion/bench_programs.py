@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,17 @@ from tabulate import tabulate
 from torch import Tensor
 
 import rope_fusion
-from rope_fusion.bench_timing import as_bytes, count_of, launches, machine, ours, poison, times_us
+from rope_fusion.bench_timing import (
+    POISON,
+    as_bytes,
+    compile_ahead,
+    count_of,
+    launches,
+    machine,
+    ours,
+    poison,
+    times_us,
+)
 
 EAGER_TOKENS = 256  # beyond, eager is measured by nobody
 # By how much the share of FP8 values that differ from the rounding-exact eager reference may exceed 0: a fused multiply-add in
@@ -84,31 +94,30 @@ class Measurement:
         return self.rope_fusion_us / self.floor_us
 
 
-def compile_job(job: tuple[Program, bool], device: str) -> None:
-    """Compile a program for one backend and call it once."""
+def compile_job(job: tuple[Program, bool], device: str) -> dict[str, int]:
+    """Compile a program for one backend, call it, and count its launches."""
     program, with_us = job
     call = program.make(device)
     with torch.no_grad():
-        _compiled(call, device, with_us)(*call.arguments)
-
-
-def jobs(programs: Sequence[Program]) -> list[tuple[Program, bool]]:
-    """What ``compile_ahead`` compiles."""
-    return [(program, with_us) for program in programs for with_us in (True, False)]
+        return launches(functools.partial(_compiled(call, device, with_us), *call.arguments))
 
 
 def _compiled(call: Call, device: str, with_us: bool) -> Callable[..., Any]:
     return torch.compile(call.program, dynamic=False, **(ours(device) if with_us else {}))
 
 
-def measure(programs: Sequence[Program], device: str) -> Iterator[Measurement]:
+def measure(programs: Sequence[Program], device: str) -> list[Measurement]:
     """Measure each program; what is wrong is noted with its figures."""
+    jobs = [(program, with_us) for program in programs for with_us in (False, True)]
+    counts = [count_of(found) for found in compile_ahead(__name__, jobs, device)]
     with torch.no_grad():
-        for program in programs:
-            yield _measure(program, device)
+        return [
+            _measure(program, device, plain, fused)
+            for program, plain, fused in zip(programs, counts[::2], counts[1::2], strict=True)
+        ]
 
 
-def _measure(program: Program, device: str) -> Measurement:
+def _measure(program: Program, device: str, kernels_inductor: int | None, kernels_ours: int | None) -> Measurement:
     call = program.make(device)
     torch.compiler.reset()
     plain = _compiled(call, device, False)
@@ -122,7 +131,6 @@ def _measure(program: Program, device: str) -> Measurement:
     run = [functools.partial(function, *call.arguments) for function in (plain, fused, call.eager)]
     with_eager = program.tokens <= EAGER_TOKENS
     times = times_us(run if with_eager else run[:2], device)
-    counts = [count_of(launches(one, device)) for one in run[:2]]
     limit = 1.5 * plain_error + 2**-9  # one rounding to bf16 more than Inductor's
     wrong = None
     if not error <= limit:  # NaN is wrong as well
@@ -136,8 +144,8 @@ def _measure(program: Program, device: str) -> Measurement:
         times[0],
         times[1],
         machine(device).floor_us(call.moved),
-        counts[0],
-        counts[1],
+        kernels_inductor,
+        kernels_ours,
         mismatch,
         error,
         report.hits,
@@ -151,7 +159,7 @@ def _differences(got: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[flo
     error = 0.0
     for mine, theirs in zip(got, expected, strict=True):
         if mine.element_size() == 1:
-            compared += theirs.numel()
+            compared += int((as_bytes(theirs) != POISON).sum())
             differing += int((as_bytes(mine) != as_bytes(theirs)).sum())
         else:
             nan = theirs.isnan()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 ROUNDS = 15
+POISON = 0xFF  # every byte so: NaN in every format that is used here
 GRAPH_CALLS = 300  # at most so many calls in one graph: what a graph costs to record and to start is then a hundredth
 
 
@@ -171,10 +172,8 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def launches(call: Callable[[], Any], device: str) -> dict[str, int] | None:
-    """Kernels, copies and fills of one call, by name; None where nothing is launched."""
-    if not device.startswith("cuda"):
-        return None
+def launches(call: Callable[[], Any]) -> dict[str, int]:
+    """Kernels, copies and fills of one call on a GPU, by name."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -201,12 +200,14 @@ def poison(like: Iterable[Tensor]) -> None:
     """Leave memory that holds NaN for the allocator to hand out, so that an output element that nothing writes shows."""
     shadows = [torch.empty_like(x) for x in like for _ in range(2)]
     for shadow in shadows:
-        shadow.view(torch.uint8).fill_(0xFF)  # NaN in every format
+        shadow.view(torch.uint8).fill_(POISON)
 
 
 def fp8_suits(device: str) -> bool:
     """Whether the device converts to FP8 in a kernel; a CPU does so by software."""
-    return not device.startswith("cuda") or bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 9)
+    return (
+        not device.startswith("cuda") or bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 9)
+    )
 
 
 def needs_gpu(device: str) -> str | None:
@@ -242,23 +243,31 @@ def own_caches() -> Iterator[None]:
                     os.environ[name] = value
 
 
-def compile_ahead(module: str, jobs: Sequence[Any], device: str) -> None:
-    """Call ``module.compile_job(job, device)`` for each job in processes that fill the caches on disk.
+def compile_ahead(module: str, jobs: Sequence[Any], device: str) -> list[Any]:
+    """What ``module.compile_job(job, device)`` returns for each job, from processes that fill the caches on disk; None where it fails.
 
-    On a GPU only, where a measurement compiles dozens of kernels. What fails here fails again where it is timed.
+    On a GPU only, where a measurement compiles dozens of kernels; elsewhere every result is None. What fails here fails again where it
+    is timed. Launches are counted here as well, since a profiler may slow down whatever its process runs afterwards.
     """
+    if not device.startswith("cuda") or not jobs:
+        return [None] * len(jobs)
     workers = min(os.cpu_count() or 1, 16, len(jobs))
-    if not device.startswith("cuda") or workers < 2:
-        return
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.starmap(_compile_one, [(module, job, device) for job in jobs], chunksize=1)
+    with multiprocessing.get_context("spawn").Pool(workers, initializer=_compile_in_this_process) as pool:
+        results = pool.starmap(_compile_one, [(module, job, device) for job in jobs], chunksize=1)
     # Inductor chose its own launch parameters on a crowded GPU: it shall choose again.
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     for file in Path(folder).rglob("*.best_config") if folder else ():
         file.unlink()
+    return results
 
 
-def _compile_one(module: str, job: Any, device: str) -> None:
+def _compile_in_this_process() -> None:
+    from rope_fusion._torch import inductor_config
+
+    inductor_config.compile_threads = 1
+
+
+def _compile_one(module: str, job: Any, device: str) -> Any:
     with suppress(Exception):
-        importlib.import_module(module).compile_job(job, device)
-        torch.cuda.synchronize()
+        return importlib.import_module(module).compile_job(job, device)
+    return None

@@ -10,6 +10,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import textwrap
@@ -103,10 +104,20 @@ def _parser() -> tuple[_Parser, list[str]]:
     )
     compare.add_argument("a", metavar="A", help="a text file, or a folder that `rope-fusion dump` wrote")
     compare.add_argument("b", metavar="B", help="likewise")
-    bench = add("bench", _bench, "Measure kernels, cache writes and whole models.")
-    bench.add_argument("name", nargs="?", help="which measurement (default: list them)")
+    bench = add("bench", _bench, "Measure kernels, cache writes, whole models and compilation.")
+    bench.add_argument(
+        "names", nargs="*", metavar="NAME", help="which measurements (default: all that suit the device)"
+    )
     bench.add_argument("--device", help="where to measure (default: cuda where there is one, else cpu)")
-    bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    bench.add_argument("--quick", action="store_true", help="fewer sizes")
+    bench.add_argument("--list", action="store_true", help="list the measurements and stop")
+    bench.add_argument(
+        "--json",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="write the figures as JSON to this file too, or print them instead of tables (give names before it)",
+    )
     add("options", _options, "Print every rope_fusion.* option.")
     return parser, list(commands.choices)
 
@@ -298,16 +309,47 @@ def _bench(chosen: argparse.Namespace) -> int:
     from rope_fusion import bench
 
     names = bench.names()
-    if chosen.name is None:
+    if chosen.list:
         print("\n".join(names))
         return 0
-    if chosen.name not in names:
-        near = difflib.get_close_matches(chosen.name, names, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
-        raise UsageError(f"there is no measurement {chosen.name!r}; {hint}")
-    device = None if chosen.device is None else str(_device(chosen.device))
-    print(bench.run(chosen.name, device, chosen.json))
-    return 0
+    for name in chosen.names:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+            raise UsageError(f"there is no measurement {name!r}; {hint}")
+    if chosen.json in names:
+        raise UsageError(f"--json takes a file, got the measurement {chosen.json!r}; give names before it")
+    device = str(_device(chosen.device or bench.default_device()))
+    file = _new_file(chosen.json) if chosen.json else None
+    return _run_bench(chosen, device, file)
+
+
+def _run_bench(chosen: argparse.Namespace, device: str, file: Path | None) -> int:
+    """Print each result when it is there; the file is written anew each time, so that a run cut short leaves what it had."""
+    from rope_fusion import bench
+
+    tables = chosen.json != ""
+    if tables:
+        print(bench.machine(device).sentence() + "\n", flush=True)
+    results = []
+    for result in bench.run(chosen.names, device, chosen.quick):
+        results.append(result)
+        if tables:
+            print(result.text(), flush=True)
+        if file is not None:
+            file.write_text(json.dumps(bench.as_dict(device, results), indent=1) + "\n", encoding="utf-8")
+    if not tables:
+        print(json.dumps(bench.as_dict(device, results), indent=1))
+    return 0 if all(result.good for result in results) else 1
+
+
+def _new_file(name: str) -> Path:
+    path = Path(name)
+    try:
+        path.write_text("")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {name!r}: {getattr(error, 'strerror', None) or error}") from error
+    return path
 
 
 def _options(chosen: argparse.Namespace) -> int:

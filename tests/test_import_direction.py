@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From top to bottom. A module imports only from its own layer or from lower ones.
 LAYERS = [
     {"cli"},
-    {"demo", "bench", "bench_cases", "bench_attention", "pytest_plugin"},
+    {"demo", "bench", "pytest_plugin"},
     {"testing"},
     {"backend"},
     {"vllm"},
@@ -39,7 +39,7 @@ def _area(file: Path) -> str:
 
 
 def _room(name: str) -> str:
-    return "bench_cases" if name.startswith("bench_cases_") else name
+    return "bench" if name.startswith("bench_") else name
 
 
 def _imported_areas(file: Path) -> dict[str, int]:
