@@ -197,7 +197,9 @@ def _data_as(ops: _Ops, base: Any, value: Any, layout: list[str], axes: list[str
     if "(hd)" in layout and "h" in axes and "d" in axes:
         rest = [name for name in axes if name not in _DATA]
         value = _arranged(ops, value, axes, [*rest, "h", "d"])
-        return ops.call(aten.reshape.default, value, [*_sizes(ops, value)[:-2], -1]), [*rest, "(hd)"]
+        # no -1, which has no meaning where there are no tokens
+        sizes = [*_sizes(ops, value)[:-2], ops.size(base, layout.index("(hd)"))]
+        return ops.call(aten.reshape.default, value, sizes), [*rest, "(hd)"]
     if "(hd)" in layout and "d" in axes:
         return value, ["(hd)" if name == "d" else name for name in axes]
     if "(hd)" in axes and "(hd)" not in layout:

@@ -671,36 +671,36 @@ class Canonicaliser:
         """A stored tensor as [batch, sequence, heads, dim], with the batch and sequence of `like`."""
         tokens = axes.split()
         if "(hd)" in tokens:
-            heads = self._heads(write, like)
-            shape = list(node.meta["val"].shape)
             at = tokens.index("(hd)")
-            sizes = [
-                size if isinstance(size, int) else self._emit.call(aten.sym_size.int, node, dim)
-                for dim, size in enumerate(shape)
-            ]
-            sizes[at : at + 1] = [heads, shape[at] // heads]
+            heads = self._heads(write, like)
+            width = self._size(node, at)
+            if isinstance(heads, int) and isinstance(width, int):
+                dim: int | Node = width // heads
+            else:
+                dim = self._emit.call(operator.floordiv, width, heads)
+            sizes = [self._size(node, index) for index in range(len(tokens))]
+            sizes[at : at + 1] = [heads, dim]
             node = self._emit.call(aten.reshape.default, node, sizes)
             tokens[at : at + 1] = ["h", "d"]
         roles = "".join("s" if token == "t" else token for token in tokens)
         node = self._emit.to_canonical(node, roles)
         if like is None or "t" not in tokens or is_one(like.meta["val"].shape[0]):
             return node
-        batch, sequence = like.meta["val"].shape[:2]
-        heads, dim = node.meta["val"].shape[2:]
         # no -1, which has no meaning where a size is zero
-        sizes = [
-            size if isinstance(size, int) else self._emit.call(aten.sym_size.int, like, at)
-            for at, size in enumerate((batch, sequence))
-        ]
-        return self._emit.call(aten.reshape.default, node, [*sizes, heads, dim])
+        sizes = [self._size(like, 0), self._size(like, 1), self._size(node, 2), self._size(node, 3)]
+        return self._emit.call(aten.reshape.default, node, sizes)
 
-    @staticmethod
-    def _heads(write: CacheWrite, like: Node | None) -> Any:
+    def _size(self, node: Node, dim: int) -> int | Node:
+        """A size as an argument of an operator."""
+        size = node.meta["val"].shape[dim]
+        return size if isinstance(size, int) else self._emit.call(aten.sym_size.int, node, dim)
+
+    def _heads(self, write: CacheWrite, like: Node | None) -> int | Node:
         """Heads of a tensor that holds heads and dim in one; 1 where the cache does not tell them apart either."""
         if like is not None:
-            return like.meta["val"].shape[2]
+            return self._size(like, 2)
         tokens = write.layout.split()
-        return write.base.meta["val"].shape[tokens.index("h")] if "h" in tokens else 1
+        return self._size(write.base, tokens.index("h")) if "h" in tokens else 1
 
     def _slots(self, write: CacheWrite) -> tuple[Node, Node | None]:
         """Slots, and places within blocks where they are given separately, as tensors of one dim or more."""
@@ -712,9 +712,7 @@ class Canonicaliser:
         value = write.value.meta["val"]
         axes = write.value_axes.split()
         along = [axis for axis in ("s", "t") if axis in axes]
-        length: Any = value.shape[axes.index(along[0])] if along else 1
-        if not isinstance(length, int):
-            length = self._emit.call(aten.sym_size.int, write.value, axes.index(along[0]))
+        length = self._size(write.value, axes.index(along[0])) if along else 1
         settings = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
         return self._emit.call(prims.iota.default, length, start=start, step=1, **settings), None
 
