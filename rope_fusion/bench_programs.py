@@ -99,10 +99,11 @@ def compile_job(job: tuple[Program, bool], device: str) -> dict[str, int]:
     program, with_us = job
     call = program.make(device)
     with torch.no_grad():
-        return launches(functools.partial(_compiled(call, device, with_us), *call.arguments))
+        return launches(functools.partial(compiled(call, device, with_us), *call.arguments))
 
 
-def _compiled(call: Call, device: str, with_us: bool) -> Callable[..., Any]:
+def compiled(call: Call, device: str, with_us: bool) -> Callable[..., Any]:
+    """The program by plain Inductor or by rope_fusion."""
     return torch.compile(call.program, dynamic=False, **(ours(device) if with_us else {}))
 
 
@@ -120,9 +121,9 @@ def measure(programs: Sequence[Program], device: str) -> list[Measurement]:
 def _measure(program: Program, device: str, kernels_inductor: int | None, kernels_ours: int | None) -> Measurement:
     call = program.make(device)
     torch.compiler.reset()
-    plain = _compiled(call, device, False)
+    plain = compiled(call, device, with_us=False)
     with rope_fusion.record() as report:
-        fused = _compiled(call, device, True)
+        fused = compiled(call, device, with_us=True)
         expected = call.results(call.eager)
         poison(expected)
         got = call.results(fused)

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,13 +253,20 @@ def compile_ahead(module: str, jobs: Sequence[Any], device: str) -> list[Any]:
     if not device.startswith("cuda") or not jobs:
         return [None] * len(jobs)
     workers = min(os.cpu_count() or 1, 16, len(jobs))
-    with multiprocessing.get_context("spawn").Pool(workers, initializer=_compile_in_this_process) as pool:
-        results = pool.starmap(_compile_one, [(module, job, device) for job in jobs], chunksize=1)
+    with own_processes(workers, _compile_in_this_process) as pool:
+        futures = [pool.submit(_compile_one, module, job, device) for job in jobs]
+        wait(futures)
+    results = [None if future.exception() else future.result() for future in futures]  # a process may have died
     # Inductor chose its own launch parameters on a crowded GPU: it shall choose again.
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     for file in Path(folder).rglob("*.best_config") if folder else ():
         file.unlink()
     return results
+
+
+def own_processes(count: int, initializer: Callable[[], None] | None = None) -> ProcessPoolExecutor:
+    """Fresh processes, which hold nothing that this one compiled."""
+    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer)
 
 
 def _compile_in_this_process() -> None:
