@@ -271,7 +271,7 @@ def test_graph_whose_provider_is_gone_says_what_to_do():
 
     x = torch.zeros(1, 1, 1, 2)
     with pytest.raises(RuntimeError, match=r"register_cache_provider\('gone', ...\)"):
-        rope_qkv_by_layer(x, x, x, x, x, None, None, "layer", "gone")
+        rope_qkv_by_layer(x, x, x, x, x, None, None, "layer", "gone", "{}", need_q=True, need_k=True)
 
 
 # Opaque layer names

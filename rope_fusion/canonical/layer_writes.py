@@ -16,7 +16,7 @@ from rope_fusion.canonical.layout import is_one
 from rope_fusion.canonical.operators import fused_by_layer
 from rope_fusion.canonical.records import LayerWrite
 from rope_fusion.engines import cache_provider
-from rope_fusion.kernels.rope_by_layer import by_layer_operator, takes_opaque_layer
+from rope_fusion.kernels.rope_by_layer import by_layer_operator, encoded_options, takes_opaque_layer
 
 aten = torch.ops.aten
 
@@ -68,17 +68,7 @@ def _own_operator(emitter: Emitter, node: Node, write: LayerWrite) -> list[Node]
         q_scale,
         write.layer,
         write.provider,
-        interleaved=rotary.interleaved,
-        inverse=rotary.inverse,
-        halves_out=rotary.halves_out,
-        rotary_dim=rotary.rotary_dim,
-        rotary_start=rotary.start,
-        q_fp8=quant.dtype if quant else None,
-        q_scale_value=quant.scale_value if quant else 1.0,
-        q_scale_multiplies=quant.multiplies if quant else False,
-        math_dtype=rotary.math_dtype,
-        out_dtype=rotary.out_dtype,
-        exact=rotary.exact,
+        encoded_options(rotary, quant),
         need_q=True,
         need_k=True,
     )

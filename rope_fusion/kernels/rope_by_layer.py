@@ -10,20 +10,21 @@ and are no overloads, because torch 2.13 aborts at exit when a library with opaq
 
 from __future__ import annotations
 
+import dataclasses
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rope_fusion._torch import OPAQUE_TYPE
+from rope_fusion.canonical.attributes import QuantAttributes, RotaryAttributes
 from rope_fusion.engines import CacheBinding, bind
-from rope_fusion.kernels import rope_qkv  # noqa: F401  (registers the operator that this one calls)
+from rope_fusion.kernels.rope_qkv import decoded, encoded, fake_of_encoded
 
 SCHEMA = """{name}(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions,
-    Tensor? q_scale, {layer} layer, str provider, *,
-    bool interleaved, bool inverse, bool halves_out, int rotary_dim, int rotary_start,
-    ScalarType? q_fp8, float q_scale_value, bool q_scale_multiplies, ScalarType math_dtype, ScalarType out_dtype,
-    bool exact, bool need_q, bool need_k) -> (Tensor q_rot, Tensor k_rot, Tensor q_fp8_out, Tensor done)"""
+    Tensor? q_scale, {layer} layer, str provider, str options, *, bool need_q, bool need_k) -> (Tensor q_rot,
+    Tensor k_rot, Tensor q_fp8_out, Tensor done)"""
 
 LIBRARY = torch.library.Library("rope_fusion", "FRAGMENT")
 
@@ -38,59 +39,92 @@ def rope_qkv_by_layer(
     q_scale: Tensor | None,
     layer: Any,
     provider: str,
-    **options: Any,
+    options: str,
+    *,
+    need_q: bool,
+    need_k: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shapes as in `rope_qkv`: q [B, S, Hq, D], k [B, S, Hk, D], v [B, S, Hk, Dv]."""
+    """Shapes as in `rope_qkv`: q [B, S, Hq, D], k [B, S, Hk, D], v [B, S, Hk, Dv]; `options` as `encoded_options` makes them."""
+    call = torch.ops.rope_fusion.rope_qkv.encoded
     found = bind(provider, layer)
-    cache = found if isinstance(found, CacheBinding) else None
-    store = found if callable(found) else None
-    need_k = options.pop("need_k")
-    q_rot, k_rot, q8 = torch.ops.rope_fusion.rope_qkv.default(
-        q,
-        k,
-        v if cache else None,
-        cos,
-        sin,
-        positions,
-        cache.k_cache if cache else None,
-        cache.v_cache if cache else None,
-        cache.slots if cache else None,
-        None,
-        q_scale,
-        cache.k_scale if cache else None,
-        cache.v_scale if cache else None,
-        kv_fp8=cache.fp8 if cache else None,
+    if isinstance(found, CacheBinding):
+        q_rot, k_rot, q8 = call(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            positions,
+            found.k_cache,
+            found.v_cache,
+            found.slots,
+            None,
+            q_scale,
+            found.k_scale,
+            found.v_scale,
+            _with_cache(options, found.fp8, found.k_layout, found.v_layout),
+            need_q,
+            need_k,
+        )
+    else:
+        must_rotate = need_k or found is not None
+        q_rot, k_rot, q8 = call(
+            q, k, None, cos, sin, positions, None, None, None, None, q_scale, None, None, options, need_q, must_rotate
+        )
+        if found is not None:
+            found(k_rot.flatten(0, 1), v.flatten(0, 1))
+    return q_rot, k_rot if need_k else q.new_empty(0), q8, q.new_empty(0)
+
+
+def encoded_options(rotary: RotaryAttributes, quant: QuantAttributes | None) -> str:
+    """What the operator takes as `options`: those of `rope_qkv.encoded`, as yet without a cache.
+
+    They are one string for the reason given there: the dispatcher would convert each by itself, in every call.
+    """
+    return encoded(
+        interleaved=rotary.interleaved,
+        inverse=rotary.inverse,
+        halves_out=rotary.halves_out,
+        rotary_dim=rotary.rotary_dim,
+        rotary_start=rotary.start,
+        q_fp8=quant.dtype if quant else None,
+        kv_fp8=None,
+        q_scale_value=quant.scale_value if quant else 1.0,
         k_scale_value=1.0,
         v_scale_value=1.0,
+        q_scale_multiplies=quant.multiplies if quant else False,
         kv_scale_multiplies=False,
-        k_layout=cache.k_layout if cache else "",
-        v_layout=cache.v_layout if cache else "",
+        k_layout="",
+        v_layout="",
         skip_negative_slots=True,
-        need_k=need_k or store is not None,
-        **options,
+        math_dtype=rotary.math_dtype,
+        out_dtype=rotary.out_dtype,
+        exact=rotary.exact,
     )
-    if store is not None:
-        store(k_rot.flatten(0, 1), v.flatten(0, 1))
-    return q_rot, k_rot if need_k else q.new_empty(0), q8, q.new_empty(0)
+
+
+@lru_cache(maxsize=1024)
+def _with_cache(options: str, fp8: torch.dtype | None, k_layout: str, v_layout: str) -> str:
+    return dataclasses.replace(decoded(options), kv_fp8=fp8, k_layout=k_layout, v_layout=v_layout).encode()
 
 
 def fake(
     q: Tensor,
     k: Tensor,
-    *_: object,
-    q_fp8: torch.dtype | None,
-    out_dtype: torch.dtype,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_scale: Tensor | None,
+    layer: Any,
+    provider: str,
+    options: str,
+    *,
     need_q: bool,
     need_k: bool,
-    **__: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As of `rope_qkv`, and the empty tensor that orders."""
-    return (
-        torch.empty_like(q, dtype=out_dtype) if need_q else q.new_empty(0, dtype=out_dtype),
-        torch.empty_like(k, dtype=out_dtype) if need_k else q.new_empty(0, dtype=out_dtype),
-        q.new_empty(0) if q_fp8 is None else torch.empty_like(q, dtype=q_fp8),
-        q.new_empty(0),
-    )
+    return (*fake_of_encoded(q, k, options, need_q, need_k), q.new_empty(0))
 
 
 def _define(name: str, layer: str, tags: tuple[torch.Tag, ...]) -> None:
