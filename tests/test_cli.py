@@ -75,7 +75,11 @@ def failing(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
         (["dump", "os:getcwd"], "DIR"),
         (["dump", "os:getcwd", "/proc/nowhere"], "cannot make the folder '/proc/nowhere'"),
         (["bench", "write"], "there is no measurement 'write'; did you mean 'writes'?"),
+        (["bench", "prologue", "zzz"], "there is no measurement 'zzz'; there are: compile, decode"),
         (["bench", "writes", "--device", "abacus"], "there is no device type 'abacus'"),
+        (["bench", "--json", "writes"], "--json takes a file, got the measurement 'writes'; give names before it"),
+        (["bench", "writes", "--json", "/proc/nowhere"], "cannot write '/proc/nowhere': No such file"),
+        (["bench", "writes", "--json", "\0"], "cannot write"),
         (["diff", "a.txt"], "required: B"),
         (["diff", "no_such.txt", "b.txt"], "cannot read a graph from 'no_such.txt': No such file"),
     ],
@@ -120,9 +124,9 @@ def test_options_lists_every_option_with_its_documentation(capsys: pytest.Captur
     assert max(map(len, printed.splitlines())) <= 110
 
 
-def test_bench_without_a_name_lists_the_measurements(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 0
-    assert "writes" in capsys.readouterr().out.split()
+def test_bench_lists_the_measurements(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list"]) == 0
+    assert {"decode", "prologue", "writes"} <= set(capsys.readouterr().out.split())
 
 
 def test_list_shows_priorities_in_order_and_why_a_gate_is_closed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,13 +173,15 @@ _words = st.one_of(
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(["explain", "dump", "diff", "bench", "options", "lisst", ""]), st.lists(_words, max_size=4))
+@given(
+    st.sampled_from(["explain", "dump", "diff", "bench --list", "options", "lisst", ""]), st.lists(_words, max_size=4)
+)
 def test_whatever_the_arguments_a_mistake_is_one_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, words: list[str]
 ) -> None:
     assume(not any(word.startswith(("-h", "--h")) for word in words))  # help, which is no mistake
     monkeypatch.chdir("/proc")  # nothing can be written by accident
-    status = main([command, *words])
+    status = main([*command.split(" "), *words])
     assert status in (0, 2)
     error = capsys.readouterr().err
     assert error.startswith("rope-fusion: ") if status else not error
