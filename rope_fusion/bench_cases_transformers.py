@@ -64,7 +64,8 @@ def _measure(with_us: bool, device: str) -> Measurement:
         max_position_embeddings=2 * ROOM,
     )
     with torch.device(device):
-        model: Any = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).eval()
     compiled = torch.compile(model, dynamic=False, **(ours(device) if with_us else {}))
     with torch.no_grad():
         expected = _step(model, model, device)()
