@@ -40,12 +40,24 @@ unified_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor! ou
     Tensor? output_scale=None, Tensor!? output_block_scale=None, Tensor? kv_cache_dummy_dep=None) -> ()
 fused_rope_and_unified_kv_cache_update(Tensor! query, Tensor! key, Tensor value, Tensor positions,
     Tensor cos_sin_cache, bool is_neox, str layer_name) -> Tensor
+flashinfer_rotary_embedding(Tensor positions, Tensor(a1!) query, Tensor(a2!) key, SymInt head_size,
+    Tensor cos_sin_cache, bool is_neox) -> ()
 """,
     "sgl_kernel": """
 rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox) -> ()
 apply_rope_pos_ids_cos_sin_cache(Tensor q, Tensor k, Tensor! q_rope, Tensor! k_rope, Tensor cos_sin_cache,
     Tensor pos_ids, bool interleave, bool enable_pdl, Tensor? v, Tensor!? k_buffer, Tensor!? v_buffer,
     Tensor? kv_cache_loc) -> ()
+""",
+    "sglang": """
+rotary_embedding_with_key(Tensor positions, Tensor(a1!) query, Tensor(a2!) key, SymInt head_size, Tensor cos_sin_cache,
+    bool is_neox=True) -> ()
+rotary_embedding_without_key(Tensor positions, Tensor(a1!) query, SymInt head_size, Tensor cos_sin_cache,
+    bool is_neox=True) -> ()
+apply_rope_inplace(Tensor(a0!) q, Tensor(a1!) k, Tensor cos_sin_cache, Tensor positions, *, bool is_neox,
+    SymInt rope_dim=0) -> ()
+store_cache(Tensor k, Tensor v, Tensor(a2!) k_cache, Tensor(a3!) v_cache, Tensor indices, *, SymInt row_bytes=0,
+    SymInt v_row_bytes=0, SymInt num_split=0, SymInt size_limit=0, SymInt reserved_skip_index=0) -> ()
 """,
     "flashinfer": """
 apply_rope_pos_ids_cos_sin_cache(Tensor q, Tensor k, Tensor(a!) q_rope, Tensor(b!) k_rope, Tensor cos_sin_cache,
@@ -87,7 +99,7 @@ def rotary_embedding(
     key: Tensor | None,
     head_size: int,
     cos_sin_cache: Tensor,
-    is_neox: bool,
+    is_neox: bool = True,
     rope_dim_offset: int = 0,
     inverse: bool = False,
 ) -> None:
@@ -215,6 +227,38 @@ def sgl_apply_rope_pos_ids_cos_sin_cache(
         v_buffer[kv_cache_loc] = v.reshape(-1, *v_buffer.shape[1:])
 
 
+def rotary_embedding_without_key(
+    positions: Tensor, query: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
+) -> None:
+    rotary_embedding(positions, query, None, head_size, cos_sin_cache, is_neox)
+
+
+def apply_rope_inplace(
+    q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, *, is_neox: bool, rope_dim: int = 0
+) -> None:
+    assert rope_dim in (0, cos_sin_cache.shape[-1])
+    rotary_embedding(positions, q, k, q.shape[-1], cos_sin_cache, is_neox)
+
+
+def store_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    indices: Tensor,
+    *,
+    row_bytes: int = 0,
+    v_row_bytes: int = 0,
+    num_split: int = 0,
+    size_limit: int = 0,
+    reserved_skip_index: int = 0,
+) -> None:
+    """The caches are [slots, heads * dim]."""
+    kept = indices != reserved_skip_index
+    for value, target in ((k, k_cache), (v, v_cache)):
+        as_bytes(target)[indices[kept]] = as_bytes(value[kept])
+
+
 BODIES: dict[str, Callable[..., object]] = {
     "_C::rotary_embedding": rotary_embedding,
     "_C::static_scaled_fp8_quant": static_scaled_fp8_quant,
@@ -224,6 +268,11 @@ BODIES: dict[str, Callable[..., object]] = {
     "_C_cache_ops::concat_and_cache_mla": concat_and_cache_mla,
     "sgl_kernel::rotary_embedding": rotary_embedding,
     "sgl_kernel::apply_rope_pos_ids_cos_sin_cache": sgl_apply_rope_pos_ids_cos_sin_cache,
+    "sglang::rotary_embedding_with_key": rotary_embedding,
+    "sglang::rotary_embedding_without_key": rotary_embedding_without_key,
+    "sglang::apply_rope_inplace": apply_rope_inplace,
+    "sglang::store_cache": store_cache,
+    "vllm::flashinfer_rotary_embedding": rotary_embedding,
     "flashinfer::apply_rope_pos_ids_cos_sin_cache": apply_rope_pos_ids_cos_sin_cache,
 }
 

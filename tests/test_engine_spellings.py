@@ -26,6 +26,7 @@ from engine_cases import (
     form_settings,
     quantised,
     rotate,
+    separate,
     split_columns,
     store,
     table,
@@ -541,6 +542,88 @@ def test_sglang_rotation_that_stores_itself_is_left_alone_and_said():
     buffers = [torch.zeros(BLOCKS * PAGE, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2)]
     result = check(layer, [given["x"], given["positions"], given["table"], *buffers, given["slots"]], {})
     assert any("it stores k and v itself" in sentence for sentence in result.report.near_misses)
+
+
+def flat_caches(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.zeros(BLOCKS * PAGE, KV_HEADS * DIM, dtype=dtype) for _ in range(2)]
+
+
+def sglang_arguments(caches: list[Tensor]) -> list[Any]:
+    """Slot 0 is that of padding."""
+    given = arguments(table=table(DIM, torch.float32), slots=torch.tensor([17, 0, 3, 5, 0, 11]))
+    return [given["x"], given["positions"], given["table"], *caches, given["slots"]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("skipped", [0, 3, -1])
+@pytest.mark.parametrize("rotation", ["rotary_embedding_with_key", "apply_rope_inplace", "torch"])
+def test_sglang_rotates_and_stores(rotation, skipped, form):
+    def layer(x, positions, table, k_cache, v_cache, slots):
+        q, k, v = split_columns(x)
+        if rotation == "torch":
+            q, k = (part.to(x.dtype).flatten(1) for part in rope_in_torch(positions, q, k, table))
+        elif rotation == "apply_rope_inplace":
+            q, k = (part.view(part.shape[0], -1, DIM) for part in (q, k))
+            torch.ops.sglang.apply_rope_inplace(q, k, table, positions, is_neox=True)
+        else:
+            torch.ops.sglang.rotary_embedding_with_key(positions, q, k, DIM, table)
+        options = {} if skipped == 0 else {"reserved_skip_index": skipped}
+        torch.ops.sglang.store_cache(k.view(k.shape[0], -1), v, k_cache, v_cache, slots, **options)
+        return q * 1
+
+    args = sglang_arguments(flat_caches())
+    if skipped == -1:
+        args[-1] = torch.tensor([17, 1, 3, 5, 0, 11])  # eager's order of two writes to one slot is nobody's promise
+    result = check(layer, args, {"rope_kv": 1}, **form_settings(form))
+    assert "k_layout='p (hd)', v_layout='p (hd)'" in result.after
+
+
+def test_padding_slot_is_found_once_for_all_layers_that_store_to_the_same_slots():
+    def layers(x, positions, table, k_cache, v_cache, other_k, other_v, slots):
+        for caches in ((k_cache, v_cache), (other_k, other_v)):
+            q, k, v = split_columns(x)
+            torch.ops.sglang.rotary_embedding_with_key(positions, q, k, DIM, table)
+            torch.ops.sglang.store_cache(k, v, *caches, slots)
+            x = x + q.sum()
+        return x
+
+    args = sglang_arguments([*flat_caches(), *flat_caches()])
+    # Sums over 64 elements of each of six rows add to all of x what a rounding does to each of them.
+    result = check(layers, args, {"rope_kv": 2}, atol=1.0)
+    assert sum("where" in call for call in result.calls()) == 1
+
+
+def test_sglang_stores_bytes_of_other_dtypes_alone_and_says_so():
+    def layer(x, positions, table, k_cache, v_cache, slots):
+        q, k, v = split_columns(x)
+        torch.ops.sglang.rotary_embedding_with_key(positions, q, k, DIM, table)
+        torch.ops.sglang.store_cache(k.to(FP8).view(torch.uint8), v.to(FP8).view(torch.uint8), k_cache, v_cache, slots)
+        return q * 1
+
+    result = check(layer, sglang_arguments(flat_caches(torch.uint8)), {})
+    assert any("does not say what the bytes hold" in sentence for sentence in result.report.near_misses)
+
+
+def test_sglang_rotation_of_q_alone():
+    def layer(x, positions, table, k_cache, v_cache, slots):
+        q, k, v = separate(x)
+        torch.ops.sglang.rotary_embedding_without_key(positions, q, DIM, table, False)
+        torch.ops.sglang.rotary_embedding_without_key(positions, k, DIM, table, False)
+        torch.ops.sglang.store_cache(k, v, k_cache, v_cache, slots)
+        return q * 1
+
+    check(layer, sglang_arguments(flat_caches()), {"rope_kv": 1})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_flashinfer_rotation_as_vllm_registers_it(form):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        torch.ops.vllm.flashinfer_rotary_embedding(positions, q, k, DIM, table, True)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    check(layer, list(arguments(table=table(DIM, torch.float32)).values()), {"rope_kv": 1}, **form_settings(form))
 
 
 # Tags

@@ -113,6 +113,7 @@ class _Finder:
         self._targets = targets
         self._found = EngineFindings()
         self._live: set[Node] = set()
+        self._slots_without: dict[tuple[Node, int], Node] = {}
 
     def run(self) -> EngineFindings:
         mutable = {target for target in self._targets if target._schema.is_mutable}
@@ -144,6 +145,7 @@ class _Finder:
     def rotary_embedding(self, call: InPlaceCall) -> None:
         arguments = call.arguments
         inverse, start = arguments.get("inverse", False), arguments.get("rope_dim_offset", 0)
+        is_neox = arguments.get("is_neox", True)
         for name in ("query", "key"):
             if name in call.after:
                 self._rotation(
@@ -152,7 +154,7 @@ class _Finder:
                     after=call.after[name],
                     positions=arguments["positions"],
                     table=arguments["cos_sin_cache"],
-                    interleaved=not arguments["is_neox"],
+                    interleaved=not is_neox,
                     head_size=arguments["head_size"],
                     start=start,
                     inverse=inverse,
@@ -172,6 +174,26 @@ class _Finder:
                 positions=arguments["pos_ids"],
                 table=arguments["cos_sin_cache"],
                 interleaved=arguments["interleave"],
+                head_size=x.meta["val"].shape[-1],
+                start=0,
+                inverse=False,
+            )
+
+    def apply_rope_inplace(self, call: InPlaceCall) -> None:
+        """SGLang's rotation of q and k, [tokens, heads, dim] each."""
+        arguments = call.arguments
+        width, rope_dim = arguments["cos_sin_cache"].meta["val"].shape[-1], arguments.get("rope_dim", 0)
+        if rope_dim not in (0, width):
+            raise _Refused(f"rope_dim={rope_dim} is not the width of its cos/sin cache, {width}")
+        for name in ("q", "k"):
+            x = arguments[name]
+            self._rotation(
+                call,
+                x=x,
+                after=call.after[name],
+                positions=arguments["positions"],
+                table=arguments["cos_sin_cache"],
+                interleaved=not arguments["is_neox"],
                 head_size=x.meta["val"].shape[-1],
                 start=0,
                 inverse=False,
@@ -339,6 +361,32 @@ class _Finder:
             kind=arguments["kv_cache_dtype"],
         )
 
+    def store_cache(self, call: InPlaceCall) -> None:
+        """SGLang's: all heads of a token are a row, and what goes to one slot, that of padding, is not stored."""
+        arguments = call.arguments
+        for name in ("k", "v"):
+            stored, cache = arguments[name], call.tensor(f"{name}_cache")
+            if cache is None or stored.meta["val"].dtype != cache.meta["val"].dtype:
+                raise _Refused(f"what it stores has another dtype than its {name}_cache, which it takes for bytes")
+        self._pair_write(
+            call,
+            stored={"k_cache": (arguments["k"], "p (hd)"), "v_cache": (arguments["v"], "p (hd)")},
+            scales={"k_cache": None, "v_cache": None},
+            slots=self._without(arguments["indices"], arguments.get("reserved_skip_index", 0)),
+            kind="auto",
+        )
+
+    def _without(self, slots: Node, skipped: int) -> Node:
+        """Slots with -1, which stores nothing, in the place of one of them; once for all writes to these slots."""
+        if skipped < 0:
+            return slots
+        if (slots, skipped) not in self._slots_without:
+            value = slots.meta["val"]
+            minus = self._emit.call(aten.full.default, [], -1, dtype=value.dtype, device=value.device, pin_memory=False)
+            is_skipped = self._emit.call(aten.eq.Scalar, slots, skipped)
+            self._slots_without[slots, skipped] = self._emit.call(aten.where.self, is_skipped, minus, slots)
+        return self._slots_without[slots, skipped]
+
     def concat_and_cache_mla(self, call: InPlaceCall) -> None:
         """One row per token: the compressed kv, then the rotated k. For us V and K of one head, at columns of the row."""
         arguments = call.arguments
@@ -374,7 +422,7 @@ class _Finder:
         call: InPlaceCall,
         *,
         stored: dict[str, tuple[Node, str]],
-        scales: dict[str, Node],
+        scales: dict[str, Node | None],
         slots: Node,
         kind: str,
     ) -> None:
@@ -407,7 +455,7 @@ class _Finder:
         value: Node,
         slots: Node,
         kind: str,
-        scale: Node,
+        scale: Node | None,
     ) -> None:
         if slots.meta["val"].dim() != 1 or slots.meta["val"].dtype not in INDEX_DTYPES:
             raise _Refused(f"its slots are {slots.meta['val'].dtype} of {slots.meta['val'].dim()} dims")
@@ -435,7 +483,7 @@ class _Finder:
         self._output(call.node, result)
 
     def _cache_quantisation(
-        self, kind: str, result: Node, value: Node, scale: Node, base: Node
+        self, kind: str, result: Node, value: Node, scale: Node | None, base: Node
     ) -> Fp8Quantisation | None:
         """How the stored value is converted: None for a plain cast."""
         dtype = base.meta["val"].dtype
@@ -450,6 +498,7 @@ class _Finder:
             raise _Refused(f"its cache is {dtype}, but kv_cache_dtype={kind!r}")
         if self._exact:
             raise _Refused("how an engine's cache write rounds to FP8 cannot be seen, which exact numerics would need")
+        assert scale is not None
         scales = scale.meta["val"]
         if scales.dtype != torch.float32 or not all(is_one(size) for size in scales.shape):
             raise _Refused(f"a cache scale is {scales.dtype} of shape {tuple(scales.shape)}; one float32 is known")
@@ -631,6 +680,10 @@ def _layout_in(base: torch.Tensor, region: Region, axes: str) -> str | None:
 _KNOWN: dict[str, Any] = {
     "_C::rotary_embedding": _Finder.rotary_embedding,
     "sgl_kernel::rotary_embedding": _Finder.rotary_embedding,
+    "sglang::rotary_embedding_with_key": _Finder.rotary_embedding,
+    "sglang::rotary_embedding_without_key": _Finder.rotary_embedding,
+    "sglang::apply_rope_inplace": _Finder.apply_rope_inplace,
+    "vllm::flashinfer_rotary_embedding": _Finder.rotary_embedding,
     "flashinfer::apply_rope_pos_ids_cos_sin_cache": _Finder.apply_rope,
     "sgl_kernel::apply_rope_pos_ids_cos_sin_cache": _Finder.apply_rope,
     "vllm::fused_rope_and_unified_kv_cache_update": _Finder.fused_rope_update,
@@ -638,6 +691,7 @@ _KNOWN: dict[str, Any] = {
     "_C_cache_ops::concat_and_cache_mla": _Finder.concat_and_cache_mla,
     "_C_cache_ops::reshape_and_cache": _Finder.reshape_and_cache,
     "_C_cache_ops::reshape_and_cache_flash": _Finder.reshape_and_cache_flash,
+    "sglang::store_cache": _Finder.store_cache,
     "vllm::unified_kv_cache_update": _Finder.layer_write,
 }
-_CACHE_WRITERS = frozenset(name for name in _KNOWN if name.startswith("_C_cache_ops::"))
+_CACHE_WRITERS = frozenset(name for name in _KNOWN if name.startswith(("_C_cache_ops::", "sglang::store")))
