@@ -22,6 +22,7 @@ from rope_fusion._torch import (
     register_replacement,
     stable_topological_sort,
 )
+from rope_fusion.canonical.operators import CANONICAL
 from rope_fusion.catalog import CatalogEntry
 from rope_fusion.report import GraphReport
 
@@ -58,10 +59,13 @@ class PatternRunner:
         """The search graph as a pattern in which every argument of `search` is a wildcard."""
         module = fwd_only(self.entry.pattern.search, example, run_functional_passes=False)
         self.targets = frozenset(node.target for node in module.graph.nodes if node.op == "call_function")
+        self._needed = self.targets & CANONICAL
         return _to_expression(module, self._names, example)
 
     def apply(self, graph: Graph, report: GraphReport, max_tokens: int | None = None) -> int:
         """Replace every accepted match and count them; those that may have more than `max_tokens` are refused."""
+        if not self._needed <= {node.target for node in graph.nodes}:
+            return 0  # Inductor's matcher would look at each getitem and each view of a large graph to find so
         self._graph, self._report, self._max_tokens = graph, report, max_tokens
         self._replaced_inputs = []
         try:
