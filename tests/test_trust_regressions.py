@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from trust.differential import Outcome, capture_call, check_captured
+from trust.mutate import refresh
 
 from rope_fusion.options import Options
 
@@ -66,3 +67,70 @@ def test_merged_heads_whose_size_is_an_expression() -> None:
     for tensor in (k, slots):
         torch._dynamo.mark_dynamic(tensor, 0)
     assert check(program, k, torch.randn(20, 16), slots).hits
+
+
+def test_a_half_of_a_cache_that_is_unbound_and_written_again() -> None:
+    """What reads a half afterwards gets it from the new cache through the same unbind, whatever its dim."""
+
+    def program(q, k, v, cos, sin, cache, slots):
+        halves = cache.unbind(1)
+        at = slots // 5, slots % 5
+        halves[0][at] = rotate(k, cos, sin)
+        halves[1][at] = v
+        first, second = cache.select(1, 0).clone(), cache.select(1, 1)
+        first[at] = k
+        second[at] = k * 2
+        return rotate(q, cos, sin), first
+
+    shapes = [*[(3, 2, 8)] * 3, *[(3, 1, 4)] * 2, (2, 2, 5, 2, 8)]
+    outcome = check(program, *map(torch.randn, shapes), torch.tensor([1, 7, 4]))
+    assert outcome.hits == {"rope_kv": 1, "kv_write_in_place": 1}
+
+
+def test_bytes_that_come_back_as_another_fp8_are_converted_not_stored() -> None:
+    def program(cache, k, slots):
+        for part, rows in zip(cache.unbind(0), (k, k * 2), strict=True):
+            eight = rows.to(torch.float8_e4m3fn).view(torch.uint8)
+            part.flatten(0, 1).view(torch.uint8).index_copy_(0, slots, eight)
+
+    cache = torch.randn(2, 4, 5, 16).to(torch.float8_e4m3fn)
+    (call,) = capture_call(program, cache, torch.randn(3, 16), torch.tensor([1, 7, 4]))
+    *_, back = call.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.dtype)
+    back.args = (back.args[0], torch.float8_e5m2)
+    assert refresh(call.graph, back)
+    check_captured([call], Options(kernels="reference", strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "seen_as"), [(torch.bfloat16, torch.int16), (torch.float32, torch.int32)])
+def test_bits_written_into_a_view_of_a_wider_cache_are_not_taken_for_numbers(
+    dtype: torch.dtype, seen_as: torch.dtype
+) -> None:
+    def program(cache, k, slots):
+        for part, rows in zip(cache.unbind(0), (k, k * 2), strict=True):
+            part.view(seen_as).index_copy_(0, slots, rows.view(seen_as))
+
+    check(program, torch.randn(2, 20, 16).to(dtype), torch.randn(3, 16).to(dtype), torch.tensor([1, 7, 4]))
+
+
+@pytest.mark.parametrize("seen_as", [torch.float8_e5m2, torch.float8_e4m3fn, torch.uint8, torch.int8])
+def test_fp8_written_into_a_view_of_another_fp8_cache(seen_as: torch.dtype) -> None:
+    def program(cache, k, slots):
+        for part, rows in zip(cache.unbind(0), (k, k * 2), strict=True):
+            part.view(seen_as).view(torch.uint8).index_copy_(0, slots, rows.to(torch.float8_e5m2).view(torch.uint8))
+
+    cache = torch.randn(2, 20, 16).to(torch.float8_e4m3fn)
+    check(program, cache, torch.randn(3, 16), torch.tensor([1, 7, 4]))
+
+
+def test_exact_numerics_leave_a_complex_product_alone_also_where_its_cos_and_sin_are_real() -> None:
+    """A device may round the parts of a complex product once or twice."""
+
+    def program(x, cos, sin):
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+
+    arguments = torch.randn(3, 2, 8), torch.randn(3, 1, 4), torch.randn(3, 1, 4)
+    outcome = check(program, *arguments, exact=True)
+    assert not outcome.hits
+    assert any("a complex product" in sentence for sentence in outcome.reports[0].near_misses)
+    assert outcome.reports[0].rotations == 1

@@ -179,9 +179,10 @@ class Canonicaliser:
         if rotation.cos.negated:
             return "its cos is negated"
         if self._exact and rotation.math_dtype is None:
-            return "its multiplications and additions have different dtypes, which exact numerics cannot reproduce"
-        if self._exact and rotation.cos.node.meta["val"].is_complex():
-            return "how eager rounds a complex product differs between devices, so exact numerics cannot reproduce it"
+            return (
+                "its multiplications and additions have different dtypes, or are made by one operator (a complex product, "
+                "addcmul) that each device rounds in its own way, which exact numerics cannot reproduce"
+            )
         return None
 
     def _rotation_of_value(self, write: CacheWrite | LayerWrite, oriented: dict[Node, _Oriented]) -> Node | None:

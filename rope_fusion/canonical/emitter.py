@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -61,9 +62,13 @@ class Emitter:
         return node
 
     def replay(self, path: Iterable[Node], start: Node) -> Node:
-        """`start` through copies of the single-input nodes of `path`."""
+        """`start` through copies of the single-input nodes of `path`; a piece of a tensor stands for both its steps."""
         node = start
         for step in path:
+            if step.target is operator.getitem:
+                pieces = step.args[0]
+                assert isinstance(pieces, Node)
+                node = self.call(pieces.target, node, *pieces.args[1:], **pieces.kwargs)  # type: ignore[arg-type]
             node = self.call(step.target, node, *step.args[1:], **step.kwargs)  # type: ignore[arg-type]
         return node
 

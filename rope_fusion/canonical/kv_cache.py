@@ -65,7 +65,8 @@ def find_cache_writes(graph: Graph, known: Container[Node] = ()) -> tuple[list[C
     seen: set[Node] = set()
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
         base, value = copy.args[0], copy.args[1]
-        if isinstance(base, Node) and base.op == "placeholder" and isinstance(value, Node):
+        if isinstance(base, Node) and base.op == "placeholder" and _same_dtype(base, value):
+            assert isinstance(value, Node)
             chain, sentence = _chain(base, value, seen)
             located += [(base, write) for write in chain if write.node not in known]
             if sentence is not None:
@@ -116,6 +117,10 @@ def _chain(base: Node, value: Node, seen: set[Node]) -> tuple[list[LocatedWrite]
     return chain[::-1], None
 
 
+def _same_dtype(base: Node, value: Any) -> bool:
+    return isinstance(value, Node) and value.meta["val"].dtype == base.meta["val"].dtype
+
+
 def _same_shape(node: Node, base: Node) -> bool:
     value, cache = node.meta.get("val"), base.meta["val"]
     return (
@@ -135,7 +140,7 @@ def _descend(node: Node, view: CacheView) -> LocatedWrite | None:
     if target in REGION_OF:
         written = node.args[1]
         inner: LocatedWrite | None = None
-        if isinstance(written, Node):
+        if isinstance(written, Node) and written.meta["val"].dtype == node.meta["val"].dtype:  # else it is converted
             part = region(view, node, node.args[2:], written.meta["val"].shape)
             inner = _descend(written, part) if part is not None else None
         outer = _locate(node, view)
@@ -184,6 +189,8 @@ def _record(
     if any(user.target is aten.as_strided.default for node in write.path for user in node.users):
         raise NotACacheWrite("what it makes is read by strides")
     found = address(base, write.node, write.view, numbering)
+    for source, into in ((found.stored.node, write.node), (write.node, base)):
+        _check_dtypes(source.meta["val"].dtype, into.meta["val"].dtype, values=into is write.node)
     value, quantisation, passed = before_storage(found.stored, quantisations)
     return CacheWrite(
         node=write.node,
@@ -200,6 +207,20 @@ def _record(
         stored_axes=found.stored.axes,
         nodes=frozenset({*write.path, *write.views, *found.nodes, *passed}),
     )
+
+
+def _check_dtypes(source: torch.dtype, into: torch.dtype, values: bool) -> None:
+    """Refuse what is neither a conversion between wide floats (of `values`) nor FP8 seen as bytes (of the cache).
+
+    The fused operators convert floats, and take FP8 and bytes for each other bit by bit.
+    """
+    if source == into:
+        return
+    if values and source.is_floating_point and into.is_floating_point and min(source.itemsize, into.itemsize) > 1:
+        return
+    if not values and source.itemsize == into.itemsize == 1 and source.is_floating_point != into.is_floating_point:
+        return
+    raise NotACacheWrite(f"{source} is {'converted to' if values else 'written into a view of'} {into}")
 
 
 __all__ = ["emit_in_place", "find_cache_writes", "is_already_in_place", "write_in_place_expression"]

@@ -41,7 +41,7 @@ class Rotation:
     interleaved: bool  # pairs (2i, 2i+1), else (i, i + rotary_dim / 2)
     inverse: bool
     halves_out: bool  # interleaved pairs come out as two halves (DeepSeek-V3 family)
-    math_dtype: torch.dtype | None  # dtype of every multiply and add; None when they differ
+    math_dtype: torch.dtype | None  # dtype of every multiply and add; None when they differ or are not rounded each
     nodes: frozenset[Node]  # every node of the rotation's own subgraph, `out` included, leaves excluded
 
 

@@ -31,7 +31,6 @@ TWINS = {
     aten.neg.default: aten.abs.default,
     aten.clamp_min.default: aten.clamp_max.default,
     aten.clamp_max.default: aten.clamp_min.default,
-    aten.index_copy.default: aten.index_add.default,
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -134,6 +133,8 @@ def _perturbations(node: Node, choices: Choices) -> Iterator[Perturbation]:
     target, args, kwargs = node.target, node.args, dict(node.kwargs)
     if target in TWINS:
         yield TWINS[target], args, kwargs, "operator"
+    if target is aten.index_copy.default and _holds_numbers(node):
+        yield aten.index_add.default, args, kwargs, "operator"
     if target is aten.neg.default:
         yield aten.clone.default, args, {}, "sign"
     if len(args) >= 2 and isinstance(args[0], Node) and isinstance(args[1], Node):
@@ -144,8 +145,13 @@ def _perturbations(node: Node, choices: Choices) -> Iterator[Perturbation]:
     for key, value in kwargs.items():
         for changed, what in _changed(value, node, choices):
             yield target, args, {**kwargs, key: changed}, what
-    if target is aten.index_put.default and len(args) == 3:
+    if target is aten.index_put.default and len(args) == 3 and _holds_numbers(node):
         yield target, (*args, True), kwargs, "accumulate"
+
+
+def _holds_numbers(node: Node) -> bool:
+    """Bytes stand for FP8: the sum of two says nothing about what they stand for, and one rounded otherwise may make a NaN of it."""
+    return node.meta["val"].dtype != torch.uint8
 
 
 def _changed(value: Any, node: Node, choices: Choices) -> Iterator[tuple[Any, str]]:
