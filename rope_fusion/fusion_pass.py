@@ -26,6 +26,7 @@ from rope_fusion.canonical.engine_ops import find_engine_ops
 from rope_fusion.canonical.fp8 import find_fp8_quantisations
 from rope_fusion.canonical.fp8_groups import find_group_quantisations
 from rope_fusion.canonical.kv_cache import find_cache_writes
+from rope_fusion.canonical.layout import VIEW_TARGETS
 from rope_fusion.canonical.layer_writes import finish_layer_writes
 from rope_fusion.canonical.operators import CANONICAL, rotary_qk
 from rope_fusion.canonical.rotary import explain_near_misses, find_rotations
@@ -136,6 +137,7 @@ class FusionPass(CustomGraphPass):
             if self.options.check_bounds:
                 check_indices(graph, emitter)
             _drop_unread_outputs(graph, fake_mode)
+            _narrow_results(graph, fake_mode)
             engine.erase_replaced(graph)
             graph.eliminate_dead_code()  # last: an erased node cannot be brought back by a roll-back
         return hits
@@ -171,14 +173,21 @@ def _live(graph: Graph) -> set[Node]:
     return live
 
 
+def _prologue_operator(node: Node) -> Any:
+    """The form of the fused prologue that a node calls, or None."""
+    if node.op != "call_function":
+        return None
+    target = node.args[0] if node.target is auto_functionalized else node.target
+    if isinstance(target, torch._ops.OpOverload) and target._schema.name.startswith("rope_fusion::rope_qkv"):
+        return target
+    return None
+
+
 def _drop_unread_outputs(graph: Graph, fake_mode: Any) -> None:
     """The fused operator writes the rotated q and k only where somebody reads them."""
     live = _live(graph)
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        target = node.args[0] if node.target is auto_functionalized else node.target
-        if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.startswith("rope_fusion::rope_qkv"):
+        if _prologue_operator(node) is None:
             continue
         read = {user.args[1] for user in node.users if user in live}
         values = list(node.meta["val"])
@@ -188,6 +197,55 @@ def _drop_unread_outputs(graph: Graph, fake_mode: Any) -> None:
                 with fake_mode, torch.no_grad():
                     values[index] = values[index].new_empty((0,))
         node.meta["val"] = tuple(values)
+
+
+def _narrow_results(graph: Graph, fake_mode: Any) -> None:
+    """The fused operator itself rounds what it returns, where all that its readers do with it first is to round it.
+
+    It works in fp32 where the program quantises a rotated k it has not rounded, while q goes on in its own dtype.
+    """
+    live = _live(graph)
+    for node in list(graph.nodes):
+        if _prologue_operator(node) is not torch.ops.rope_fusion.rope_qkv.default:
+            continue
+        if node.kwargs["out_dtype"] != torch.float32:
+            continue
+        outputs = [user for user in node.users if user in live and user.args[1] in (0, 1)]
+        dtype = node.kwargs["q"].meta["val"].dtype
+        found = [_only_rounded(output, dtype, live) for output in outputs]
+        if dtype == torch.float32 or not outputs or any(chains is None for chains in found):
+            continue
+        node.kwargs = {**node.kwargs, "result_dtype": dtype}
+        values = list(node.meta["val"])
+        with fake_mode, torch.no_grad():
+            for index in (0, 1):
+                values[index] = values[index].to(dtype)
+            for views, _ in (chains for chains in found if chains is not None):
+                for view in views:
+                    view.meta["val"] = view.meta["val"].to(dtype)
+        node.meta["val"] = tuple(values)
+        for _, roundings in (chains for chains in found if chains is not None):
+            for rounding in roundings:
+                rounding.replace_all_uses_with(rounding.args[0])
+                graph.erase_node(rounding)
+
+
+def _only_rounded(output: Node, dtype: torch.dtype, live: set[Node]) -> tuple[list[Node], list[Node]] | None:
+    """The views through which `output` is read, itself included, and the conversions to `dtype` that are all they end in."""
+    views, roundings, open_nodes = [], [], [output]
+    while open_nodes:
+        view = open_nodes.pop()
+        views.append(view)
+        for user in view.users:
+            if user not in live:
+                continue
+            if user.target is torch.ops.prims.convert_element_type.default and user.args[1] == dtype:
+                roundings.append(user)
+            elif user.target in VIEW_TARGETS:
+                open_nodes.append(user)
+            else:
+                return None
+    return views, roundings
 
 
 @functools.lru_cache(maxsize=64)

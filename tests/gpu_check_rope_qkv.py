@@ -65,6 +65,7 @@ BASE = Variant(
     multiplies=False,
     needs=(False, False),
     wide_out=False,
+    narrow_result=False,
     math="fp32",
     writes="kv",
 )

@@ -49,6 +49,7 @@ GPT_OSS = Variant(
     multiplies=False,
     needs=(False, False),
     wide_out=False,
+    narrow_result=False,
     math="fp32",
     writes="kv",
 )
@@ -60,6 +61,9 @@ SHAPES = {
     "llama": replace(PLAIN, dims=(128, 128, 0), heads=(32, 8), full_width=True, **STATIC),
     "llama, fp8, heads before places": replace(GPT_OSS, dims=(128, 128, 0), heads=(32, 8), layout="n h p d"),
     "gpt-oss, fp8 of unrounded values": replace(GPT_OSS, wide_out=True),
+    "gpt-oss, fp8 KV of unrounded values": replace(
+        GPT_OSS, q_fp8=None, needs=(True, False), wide_out=True, narrow_result=True
+    ),
     "phi, exact": replace(PLAIN, dims=(96, 96, 0), heads=(32, 32), math="exact own dtype"),
     "gpt-neox, partial": replace(PLAIN, dims=(80, 20, 0), heads=(32, 32), dtype=FP16, angle_dtype=FP16),
     "gpt-j, interleaved": replace(PLAIN, dims=(256, 64, 0), heads=(16, 16), pairing="interleaved"),

@@ -241,7 +241,7 @@ def test_fake_outputs_have_the_shapes_dtypes_and_strides_of_real_ones(variant: A
 
 
 def test_operator_schema_declares_what_it_mutates() -> None:
-    call = make_call(VARIANTS[0])
+    call = make_call(next(v for v in VARIANTS if v.cache == "same" and v.q_fp8 is None))  # opcheck multiplies: no FP8
     torch.library.opcheck(
         OPERATOR.default, tuple(call.args), call.options, test_utils=("test_schema", "test_faketensor")
     )

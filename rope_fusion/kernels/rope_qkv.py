@@ -7,7 +7,7 @@ Shapes: q ``[B, S, Hq, D]``, k ``[B, S, Hk, D]``, v ``[B, S, Hk, Dv]`` with any 
 tables ``[P, C]`` gathered at ``positions`` (``[B, S]``, ``[1, S]`` or ``[S]``), or rows ``[B or 1, S or 1, C]``. C is
 ``rotary_dim / 2``, one column for each pair, or ``rotary_dim``, one for each element. ``out_dtype`` is the dtype of the
 rotated q and k, and what a rotated value is rounded to before it is quantised or stored: q's own, or float32, where the
-program quantises what it has not rounded.
+program quantises what it has not rounded. ``result_dtype``, where given, is what q and k are then returned in.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMA = """rope_qkv(Tensor q, Tensor? k, Tensor? v, Tensor cos, Tensor sin, Ten
     ScalarType? q_fp8, ScalarType? kv_fp8, float q_scale_value, float k_scale_value, float v_scale_value,
     bool q_scale_multiplies, bool kv_scale_multiplies, str k_layout, str v_layout, bool skip_negative_slots,
     ScalarType math_dtype, ScalarType out_dtype, bool exact,
-    bool need_q, bool need_k) -> (Tensor q_rot, Tensor k_rot, Tensor q_fp8_out)"""
+    bool need_q, bool need_k, ScalarType? result_dtype=None) -> (Tensor q_rot, Tensor k_rot, Tensor q_fp8_out)"""
 
 ENCODED_SCHEMA = """rope_qkv.encoded(Tensor q, Tensor? k, Tensor? v, Tensor cos, Tensor sin, Tensor? positions,
     Tensor(a!)? k_cache, Tensor(b!)? v_cache, Tensor? slots, Tensor? slot_offsets,
@@ -65,6 +65,12 @@ class PrologueOptions(Attributes):
     math_dtype: torch.dtype
     out_dtype: torch.dtype
     exact: bool
+    result_dtype: torch.dtype | None = None
+
+    @property
+    def returned(self) -> torch.dtype:
+        """The dtype of the rotated q and k that the operator returns."""
+        return self.result_dtype or self.out_dtype
 
 
 @lru_cache(maxsize=1024)
@@ -207,6 +213,7 @@ def reference(
     exact: bool,
     need_q: bool,
     need_k: bool,
+    result_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator in plain torch, on any device: what every kernel is tested against.
 
@@ -253,9 +260,10 @@ def reference(
         q8 = quantise_reference(
             q_rot, q_scale_value if q_scale is None else q_scale, q_fp8, multiply=q_scale_multiplies
         )
+    returned = result_dtype or out_dtype
     return (
-        q_rot if need_q else q.new_empty(0, dtype=out_dtype),
-        k_rot if need_k and k_rot is not None else q.new_empty(0, dtype=out_dtype),
+        q_rot.to(returned) if need_q else q.new_empty(0, dtype=returned),
+        k_rot.to(returned) if need_k and k_rot is not None else q.new_empty(0, dtype=returned),
         q8,
     )
 
@@ -268,12 +276,14 @@ def fake(
     out_dtype: torch.dtype,
     need_q: bool,
     need_k: bool,
+    result_dtype: torch.dtype | None = None,
     **__: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs as ``empty_like`` of the inputs makes them, or of shape ``(0,)`` where nobody wants them."""
+    returned = result_dtype or out_dtype
     return (
-        torch.empty_like(q, dtype=out_dtype) if need_q else q.new_empty(0, dtype=out_dtype),
-        torch.empty_like(k, dtype=out_dtype) if need_k and k is not None else q.new_empty(0, dtype=out_dtype),
+        torch.empty_like(q, dtype=returned) if need_q else q.new_empty(0, dtype=returned),
+        torch.empty_like(k, dtype=returned) if need_k and k is not None else q.new_empty(0, dtype=returned),
         q.new_empty(0) if q_fp8 is None else torch.empty_like(q, dtype=q_fp8),
     )
 

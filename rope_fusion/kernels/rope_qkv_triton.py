@@ -355,9 +355,13 @@ def _rotate_heads(
             a, b = _load_pairs(next_rows + START, next_inside, None, ROTARY, BLOCK_HALF, INTERLEAVED)
         if out_rows is not None:
             rows = out_rows + _step(step * BLOCK_HEADS, out_head, UNIT, OUT_DENSE)
-            _store_pairs(rows + START, inside, first.to(OUT), second.to(OUT), ROTARY, BLOCK_HALF, OUT_INTERLEAVED)
+            returned = out_rows.dtype.element_ty
+            _store_pairs(
+                rows + START, inside, first.to(OUT).to(returned), second.to(OUT).to(returned),
+                ROTARY, BLOCK_HALF, OUT_INTERLEAVED,
+            )
             if ROTARY < DIM:
-                tl.store(rows + element, rest.to(OUT), mask=_both(inside, is_rest))
+                tl.store(rows + element, rest.to(OUT).to(returned), mask=_both(inside, is_rest))
         if stored_rows is not None:
             if FP8 is not None and SCALE_PER_HEAD:
                 scale, upper, lower = _load_scale(scale_ptr, scale_value, step_head, True, HEADS, NVIDIA)
@@ -739,7 +743,7 @@ class Plan:
     tokens: int
     grid: tuple[int, int, int]
     sources: tuple[int | None, ...]  # for each of the kernel's input pointers, which of the operator's tensors it is
-    out_dtype: torch.dtype
+    returned: torch.dtype
     q_out: bool
     k_out: bool
     q_fp8: torch.dtype | None
@@ -887,7 +891,7 @@ def plan_of(
         tokens,
         variant.grid(tokens),
         tuple(sources),
-        o.out_dtype,
+        o.returned,
         need_q,
         k_out,
         o.q_fp8,
@@ -934,13 +938,13 @@ def prepare(
         target = target_of(device)
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
     plan = plan_of(options, need_q, need_k, parameters, target, *layouts)
-    q_out = torch.empty_like(q, dtype=plan.out_dtype) if plan.q_out else None
-    k_out = torch.empty_like(k, dtype=plan.out_dtype) if plan.k_out and k is not None else None
+    q_out = torch.empty_like(q, dtype=plan.returned) if plan.q_out else None
+    k_out = torch.empty_like(k, dtype=plan.returned) if plan.k_out and k is not None else None
     q8 = torch.empty_like(q, dtype=plan.q_fp8) if plan.q_fp8 is not None else None
     inputs = [None if source is None else tensors[source] for source in plan.sources]
     outputs = (
-        q.new_empty(0, dtype=plan.out_dtype) if q_out is None else q_out,
-        q.new_empty(0, dtype=plan.out_dtype) if k_out is None else k_out,
+        q.new_empty(0, dtype=plan.returned) if q_out is None else q_out,
+        q.new_empty(0, dtype=plan.returned) if k_out is None else k_out,
         q.new_empty(0) if q8 is None else q8,
     )
     return Call(plan, (*inputs, q_out, k_out, q8), device, outputs)

@@ -45,7 +45,8 @@ class Variant:
     scales: str  # "tensor", "number", "per head"
     multiplies: bool
     needs: tuple[bool, bool]  # need_q, need_k
-    wide_out: bool  # rotated values stay in fp32
+    wide_out: bool  # rotated values stay in fp32,
+    narrow_result: bool  # and are rounded where they are returned
     math: str  # "fp32", "exact fp32", "exact own dtype"
     writes: str  # "kv", "k", "nothing"
 
@@ -88,6 +89,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "multiplies": (False, True),
     "needs": ((False, False), (True, True), (False, True)),
     "wide_out": (False, True),
+    "narrow_result": (False, True),
     "math": ("fp32", "exact fp32", "exact own dtype"),
     "writes": ("kv", "k", "nothing"),
 }
@@ -320,6 +322,7 @@ def make_call(variant: Variant, seed: int = 0, device: torch.device | str = "cpu
         "skip_negative_slots": variant.slots != "wrapped",
         "math_dtype": variant.dtype if variant.math == "exact own dtype" else FP32,
         "out_dtype": FP32 if variant.wide_out else variant.dtype,
+        "result_dtype": variant.dtype if variant.narrow_result else None,
         "exact": exact,
         "need_q": variant.needs[0],
         "need_k": variant.needs[1],
