@@ -61,7 +61,7 @@ def latent_caches(kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["auto", "fp8"])
+@pytest.mark.parametrize("kind", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_latent_attention_stores_its_row_in_one_launch(form, kind):
     """DeepSeek's: q's and k's rotary parts are interleaved, k_pe has one head, and a row holds kv_c and k_pe."""
 
@@ -83,7 +83,7 @@ def test_latent_attention_stores_its_row_in_one_launch(form, kind):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["auto", "fp8"])
+@pytest.mark.parametrize("kind", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_blocked_caches_of_paged_attention(form, kind):
     """reshape_and_cache: K in pieces of 16 bytes before and after the places, V with the places last."""
 

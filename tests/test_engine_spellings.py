@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from engine_cases import (
     rotate,
     separate,
     split_columns,
+    split_heads,
     store,
     table,
 )
@@ -231,7 +235,7 @@ def test_few_tokens(form, tokens):
     check(layer, list(given.values()), {"rope_kv": 1}, **form_settings(form))
 
 
-@pytest.mark.parametrize("form", ["v2", "v1"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dynamic_number_of_tokens(form, layout):
     def layer(x, positions, table, slots, scale, caches):
@@ -396,6 +400,84 @@ def refused(layer: Callable[..., Any], given: dict[str, Any], sentence: str, **s
     assert result.before == result.after
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("group_shape", [None, [-1, -1], [-1]])
+def test_group_shape_per_tensor(form, group_shape):
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        rotate(positions, q, k, table)
+        q8 = torch.empty(q.shape, dtype=FP8)
+        torch.ops._C.static_scaled_fp8_quant(q8, q, scale, group_shape)
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q8
+
+    check(layer, list(arguments().values()), {"rope_static_q_fp8_kv": 1}, **form_settings(form))
+
+
+def refused_layer(call: Callable[..., None], **caches: tuple[tuple[int, ...], torch.dtype]) -> list[str]:
+    """What is said about a rotation and a `call` that stores; the graph stays as it is."""
+
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_heads(x)
+        rotate(positions, q, k, table)
+        call(k, v, k_cache, v_cache, slots, scale)
+        return q * 1
+
+    made = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in caches.items()}
+    result = compiled(layer, *copy.deepcopy(list(arguments(**made).values())))
+    assert result.hits == {}
+    assert result.before == result.after
+    return list(result.report.near_misses)
+
+
+PAGES, BYTES = (BLOCKS, PAGE, KV_HEADS, DIM), torch.uint8
+ops = torch.ops
+
+
+@pytest.mark.parametrize(
+    ("call", "caches", "sentence"),
+    [
+        (
+            lambda k, v, kc, vc, slots, s: ops._C_cache_ops.reshape_and_cache_flash(k, v, kc, vc, slots, "auto", s, s),
+            {"k_cache": (PAGES, BYTES), "v_cache": (PAGES, BYTES)},
+            "does not say what the bytes hold",
+        ),
+        (
+            lambda k, v, kc, vc, slots, s: ops._C_cache_ops.reshape_and_cache_flash(k, v, kc, vc, slots, "nvfp4", s, s),
+            {"k_cache": (PAGES, BYTES), "v_cache": (PAGES, BYTES)},
+            "kv_cache_dtype='nvfp4' is not known",
+        ),
+        (
+            lambda k, v, kc, vc, slots, s: ops._C_cache_ops.reshape_and_cache_flash(
+                k, v, kc, vc, slots, "fp8", s.expand(KV_HEADS), s.expand(KV_HEADS)
+            ),
+            {"k_cache": (PAGES, BYTES), "v_cache": (PAGES, BYTES)},
+            "one float32 is known",
+        ),
+        (
+            lambda k, v, kc, vc, slots, s: ops._C_cache_ops.reshape_and_cache(k, v, kc, vc, slots, "auto", s, s, True),
+            {
+                "k_cache": ((BLOCKS, KV_HEADS, DIM // 8, PAGE, 8), torch.bfloat16),
+                "v_cache": ((BLOCKS, KV_HEADS, DIM, PAGE), torch.bfloat16),
+            },
+            "it stores V interleaved",
+        ),
+        (
+            lambda k, v, kc, vc, slots, s: ops._C_cache_ops.concat_and_cache_mla(
+                v.flatten(1), k[:, :1], kc, slots, "auto", s, True
+            ),
+            {"k_cache": ((BLOCKS, PAGE, 3 * DIM), torch.bfloat16)},
+            "skip_scale is set",
+        ),
+    ],
+    ids=["bytes of what", "unknown kind", "scales by head", "interleaved V", "skip_scale"],
+)
+def test_writes_that_are_left_alone_and_said(monkeypatch, call, caches, sentence):
+    # Only the graph is looked at: what the stand-ins cannot compute need not run.
+    monkeypatch.setattr("engine_graphs.make_boxed_func", lambda forward: lambda *args: (args[0],))
+    assert any(sentence in miss for miss in refused_layer(call, **caches))
+
+
 def test_quantisation_in_groups_is_left_alone_and_said():
     def layer(x, scale):
         q8 = torch.empty(x.shape, dtype=FP8)
@@ -405,19 +487,6 @@ def test_quantisation_in_groups_is_left_alone_and_said():
     given = arguments()
     result = compiled(layer, given["x"], given["scale"])
     assert any("it quantises in groups of [1, 64]" in sentence for sentence in result.report.near_misses)
-
-
-def test_unknown_cache_dtype_is_left_alone_and_said():
-    def layer(x, positions, table, k_cache, v_cache, slots, scale):
-        q, k, v = split_columns(x)
-        rotate(positions, q, k, table)
-        store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
-
-    caches = {name: torch.zeros(BLOCKS, PAGE, KV_HEADS, DIM, dtype=torch.uint8) for name in ("k_cache", "v_cache")}
-    result = compiled(layer, *arguments(**caches).values())
-    assert any("does not say what the bytes hold" in sentence for sentence in result.report.near_misses)
-    assert result.hits == {}
 
 
 def test_exact_numerics_leave_engine_rotations_alone_and_say_so():
@@ -624,6 +693,14 @@ def test_flashinfer_rotation_as_vllm_registers_it(form):
         return q * 1
 
     check(layer, list(arguments(table=table(DIM, torch.float32)).values()), {"rope_kv": 1}, **form_settings(form))
+
+
+def test_no_engine_is_imported():
+    program = "import sys, rope_fusion.fusion_pass, rope_fusion.backend, rope_fusion.vllm, rope_fusion.engines; "
+    program += "print([name for name in ('vllm', 'sglang', 'sgl_kernel', 'flashinfer') if name in sys.modules])"
+    root = str(Path(__file__).parent.parent)
+    run = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
 
 
 # Tags
