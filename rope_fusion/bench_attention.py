@@ -10,8 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLITS = 8
 BLOCK = 64
+PROGRAMS = 1024  # that the splits of a sequence aim at: a few for each multiprocessor of a large GPU
+
+
+def splits_of(sequences: int, kv_heads: int) -> int:
+    """Parts that each sequence is split into: many where there are few sequences, few where merging them costs more."""
+    return max(2, min(16, triton.next_power_of_2(PROGRAMS // (sequences * kv_heads))))
 
 
 @triton.jit
@@ -29,7 +34,9 @@ def _partial(
     t = tl.arange(0, BLOCK)
     queries = head * GROUP + row
     used = row < GROUP
-    qv = tl.load(q + (sequence * HQ + queries)[:, None] * D + d[None, :], mask=used[:, None], other=0.0).to(tl.bfloat16)
+    # FP8 widens to fp16 by one instruction, and exactly
+    WIDE: tl.constexpr = tl.bfloat16 if k.dtype.element_ty == tl.bfloat16 else tl.float16
+    qv = tl.load(q + (sequence * HQ + queries)[:, None] * D + d[None, :], mask=used[:, None], other=0.0).to(WIDE)
     scale = tl.load(q_scale) * tl.load(k_scale) * soft_scale
     last = tl.load(length)
     each = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK) * BLOCK
@@ -41,13 +48,13 @@ def _partial(
     for at in range(start, stop, BLOCK):
         inside = at + t < stop
         place = ((sequence * context + at + t).to(tl.int64) * HK + head) * D
-        kv = tl.load(k + place[None, :] + d[:, None], mask=inside[None, :], other=0.0).to(tl.bfloat16)
+        kv = tl.load(k + place[None, :] + d[:, None], mask=inside[None, :], other=0.0).to(WIDE)
         score = tl.where(inside[None, :], tl.dot(qv, kv) * scale, -float("inf"))
         new = tl.maximum(best, tl.max(score, 1))
         weight = tl.exp(score - new[:, None])
         keep = tl.exp(best - new)
-        vv = tl.load(v + place[:, None] + d[None, :], mask=inside[:, None], other=0.0).to(tl.bfloat16)
-        acc = acc * keep[:, None] + tl.dot(weight.to(tl.bfloat16), vv)
+        vv = tl.load(v + place[:, None] + d[None, :], mask=inside[:, None], other=0.0).to(WIDE)
+        acc = acc * keep[:, None] + tl.dot(weight.to(WIDE), vv)
         total = total * keep + tl.sum(weight, 1)
         best = new
     to = (sequence * HQ + queries) * SPLITS + split
@@ -88,13 +95,14 @@ def decode_attention(
     """
     batch, q_heads, dim = q.shape
     kv_heads = k.shape[-2]
-    partial = torch.empty(batch * q_heads, SPLITS, dim, device=q.device, dtype=torch.float32)
-    sums = torch.empty(batch * q_heads, SPLITS, 2, device=q.device, dtype=torch.float32)
+    splits = splits_of(batch, kv_heads)
+    partial = torch.empty(batch * q_heads, splits, dim, device=q.device, dtype=torch.float32)
+    sums = torch.empty(batch * q_heads, splits, 2, device=q.device, dtype=torch.float32)
     out = torch.empty(batch, q_heads, dim, device=q.device, dtype=torch.bfloat16)
-    _partial[(batch * kv_heads, SPLITS)](
-        q, k, v, sums, partial, length, q_scale, k_scale, v_scale, dim**-0.5, context, q_heads, kv_heads, dim, SPLITS, BLOCK
+    _partial[(batch * kv_heads, splits)](
+        q, k, v, sums, partial, length, q_scale, k_scale, v_scale, dim**-0.5, context, q_heads, kv_heads, dim, splits, BLOCK
     )  # fmt: skip
-    _merge[(batch * q_heads,)](sums, partial, out, dim, SPLITS)
+    _merge[(batch * q_heads,)](sums, partial, out, dim, splits)
     return out
 
 

@@ -16,11 +16,12 @@ import torch
 from tabulate import tabulate
 
 import rope_fusion
-from rope_fusion import bench_cases_decode as decode
+from rope_fusion import bench_stack as stack
+from rope_fusion.bench_cases_decode import register
 from rope_fusion.bench_timing import fp8_suits, ours, own_caches, own_processes
 
 LAYERS = 32
-SHAPE = decode.Shape("", LAYERS, 128, 8, 2, 64, 128)
+SHAPE = stack.Shape("", LAYERS, 128, 8, 2, 64, 128)
 BATCH = 4
 
 
@@ -76,7 +77,7 @@ def _in_own_process(layers: int, with_us: bool, device: str) -> Compiled:
 
 
 def _compile(layers: int, with_us: bool, device: str) -> Compiled:
-    decode._register(device)
+    register(device)
     _, first = _timed(1, with_us, device)
     seconds, report = _timed(layers, with_us, device)
     return Compiled(seconds, _pass_seconds(report), _pass_seconds(first), report.hits)
@@ -85,9 +86,9 @@ def _compile(layers: int, with_us: bool, device: str) -> Compiled:
 def _timed(layers: int, with_us: bool, device: str) -> tuple[float, rope_fusion.Report]:
     # one layer has sizes of its own, so that its kernels are not found again
     shape = replace(SHAPE, layers=layers, hidden=64 if layers == 1 else 128, fp8=fp8_suits(device))
-    stack = decode.make_layers(shape, BATCH, layers, device)
-    arguments = decode.inputs(shape, BATCH, device)
-    function = functools.partial(decode.step, decode.layer_function(shape, "direct"), stack)
+    weights = stack.make_layers(shape, BATCH, layers, device)
+    arguments = stack.inputs(shape, BATCH, device)
+    function = functools.partial(stack.step, stack.layer_function(shape, "direct", device), weights)
     torch.compiler.reset()
     with torch.no_grad(), rope_fusion.record() as report:
         begin = time.perf_counter()

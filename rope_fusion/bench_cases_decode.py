@@ -1,68 +1,50 @@
 """Decode steps of whole stacks under CUDA graphs: plain Inductor, with the cache written in two ways, and rope_fusion, given both.
 
-The shapes are those of GPT-OSS-20B (24 layers) and Llama-3-8B (32 layers) without embedding and head, with random weights; every variant
-has the same weights, caches and attention kernel. Each sequence has 1024 tokens in its cache.
-
-GPT-OSS's four active experts hold 4-bit weights: 4 × 4.25 bits for each weight of an expert, about what one expert's weights take in bf16.
-So a token reads as many bytes as from one dense bf16 MLP of an expert's size, 2880, which stands here for the experts. (In a larger batch
-more experts are active than four, which is left out.) The shapes named "dense" have the four experts as one MLP of 4 × 2880 in bf16, which
-reads four times as much.
-
-"engine" is the same layer in vLLM's operators: rotary_embedding, static_scaled_fp8_quant and reshape_and_cache_flash.
+The stacks are those of ``bench_stack``, without embedding and head; every variant has the same weights, caches and attention kernel. Each
+sequence has 1024 tokens in its cache.
 
 One layer is compiled, and called for every layer with that layer's weights: regional compilation, which gives the kernels that compiling
-the whole stack gives, since a layer begins by adding what the previous one left for it. ``decode_whole`` compiles whole stacks.
+the whole stack gives. ``decode_whole`` compiles whole stacks. When everything is timed, a process of its own profiles steps, to say where
+the time goes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
 
 import rope_fusion
-from rope_fusion.bench_timing import POISON, compile_ahead, count_of, fp8_suits, launches, needs_gpu, ours, times_us
+from rope_fusion.bench_stack import (
+    REHEARSED,
+    SHAPES,
+    Layer,
+    Shape,
+    forget_new_tokens,
+    inputs,
+    layer_function,
+    make_layers,
+    step,
+)
+from rope_fusion.bench_timing import (
+    compile_ahead,
+    count_of,
+    fp8_suits,
+    kernel_times_us,
+    launches,
+    needs_gpu,
+    ours,
+    own_processes,
+    times_us,
+)
 
-FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
-CONTEXT, PAGE, FILLED = 1040, 16, 1024
 BATCHES = (1, 16, 64)
 skipped = needs_gpu
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A decoder stack."""
-
-    name: str
-    layers: int
-    hidden: int
-    q_heads: int
-    kv_heads: int
-    dim: int
-    mlp: int
-    fp8: bool = False
-    engine: bool = False
-
-
-SHAPES = (
-    Shape("gpt-oss-20b bf16", 24, 2880, 64, 8, 64, 2880),
-    Shape("gpt-oss-20b fp8", 24, 2880, 64, 8, 64, 2880, fp8=True),
-    Shape("gpt-oss-20b engine fp8", 24, 2880, 64, 8, 64, 2880, fp8=True, engine=True),
-    Shape("llama-3-8b bf16", 32, 4096, 32, 8, 128, 14336),
-    Shape("gpt-oss-20b dense bf16", 24, 2880, 64, 8, 64, 4 * 2880),
-    Shape("gpt-oss-20b dense fp8", 24, 2880, 64, 8, 64, 4 * 2880, fp8=True),
-)
-REHEARSED = (
-    Shape("small bf16", 2, 64, 8, 2, 16, 64),
-    Shape("small fp8", 2, 64, 8, 2, 16, 64, fp8=True),
-    Shape("small engine fp8", 2, 64, 8, 2, 16, 64, fp8=True, engine=True),
-)
 
 
 class Variant(NamedTuple):
@@ -82,15 +64,12 @@ PLAIN_OPERATORS = (
 ENGINE_OPERATORS = (Variant("Inductor", "engine", False), Variant("rope_fusion", "engine", True))
 
 
-class Layer(NamedTuple):
-    """One layer's weights, [out, in], and caches, [blocks, PAGE, heads, dim]."""
-
-    qkv: Tensor
-    out: Tensor
-    up: Tensor
-    down: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+# What is in the names of kernels; all others belong to the prologue. What addmm copies is its bias or the residual.
+PARTS = {
+    "matmul": ("nvjet", "cublas", "gemm", "gemv", "cutlass", "Memcpy"),
+    "attention": ("_partial", "_merge"),
+    "norm, activation": ("rms_norm", "silu"),
+}
 
 
 @dataclass(frozen=True)
@@ -104,14 +83,17 @@ class Measurement:
     error: dict[str, float]  # ‖result − eager‖ / ‖eager‖ after all layers
     hits: dict[str, dict[str, int]] = field(default_factory=dict)
     wrong: str | None = None  # what is not as it should be
+    kernel_us: dict[str, dict[str, float]] = field(default_factory=dict)  # of some variants: by name, of one layer
 
     def best(self, prefix: str) -> str:
         """The fastest variant whose name begins so."""
         return min((name for name in self.us if name.startswith(prefix)), key=lambda name: self.us[name])
 
     @property
-    def gain(self) -> float:
+    def gain(self) -> float | None:
         """The best of plain Inductor over the slowest of ours: whatever the spelling, so much is gained at least."""
+        if not self.us:
+            return None
         slowest = max(us for name, us in self.us.items() if name.startswith("rope_fusion"))
         return self.us[self.best("Inductor")] / slowest
 
@@ -122,134 +104,21 @@ class Measurement:
         return None if view is None else view / self.us["rope_fusion, view"]
 
     @property
+    def shares(self) -> dict[str, dict[str, float]]:
+        """Microseconds of a layer that matrix products, attention, norms and so on, and what stands before attention take."""
+        found = {}
+        for name, kernels in self.kernel_us.items():
+            parts = dict.fromkeys((*PARTS, "prologue"), 0.0)
+            for kernel, us in kernels.items():
+                known = (part for part, words in PARTS.items() if any(word in kernel for word in words))
+                parts[next(known, "prologue")] += us
+            found[name] = parts
+        return found
+
+    @property
     def tokens_per_second(self) -> dict[str, float]:
         """Of all sequences together, by variant."""
         return {name: self.batch / us * 1e6 for name, us in self.us.items()}
-
-
-def quantised(x: Tensor, scale: Tensor) -> Tensor:
-    """Static FP8."""
-    return (x.float() / scale).clamp(-448, 448).to(FP8)
-
-
-def store(cache: Tensor, x: Tensor, slots: Tensor, spelling: str) -> None:
-    """Write x [B, H, D] at its slots."""
-    if x.element_size() == 1 and spelling != "direct":  # eager torch cannot index FP8 tensors; Inductor can
-        cache, x = cache.view(torch.uint8), x.view(torch.uint8)
-    if spelling == "view":
-        cache.view(-1, *cache.shape[2:])[slots] = x
-    else:
-        cache[slots // PAGE, slots % PAGE] = x
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neox pairs, in float32."""
-    first, second = x.float().chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-
-
-def prologue(
-    shape: Shape,
-    spelling: str,
-    qkv: Tensor,
-    layer: Layer,
-    table: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    scale: Tensor,
-) -> Tensor:
-    """The q that attention takes, [B, Hq, D]; K and V are in their caches."""
-    sizes = [shape.q_heads * shape.dim, shape.kv_heads * shape.dim, shape.kv_heads * shape.dim]
-    q, k, v = qkv.split(sizes, -1)
-    if spelling == "engine":
-        torch.ops._C.rotary_embedding(positions, q, k, shape.dim, table, True)
-        q8 = torch.empty(q.shape, dtype=FP8, device=q.device)
-        torch.ops._C.static_scaled_fp8_quant(q8, q, scale)
-        k, v = (x.view(x.shape[0], -1, shape.dim) for x in (k, v))
-        torch.ops._C_cache_ops.reshape_and_cache_flash(k, v, layer.k_cache, layer.v_cache, slots, "fp8", scale, scale)
-        return q8.view(q.shape[0], -1, shape.dim)
-    q, k, v = (x.view(x.shape[0], -1, shape.dim) for x in (q, k, v))
-    cos, sin = (x[:, None] for x in table[positions].chunk(2, -1))
-    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-    if shape.fp8:
-        q, k, v = (quantised(x, scale) for x in (q, k, v))
-    store(layer.k_cache, k, slots, spelling)
-    store(layer.v_cache, v, slots, spelling)
-    return q
-
-
-def layer_function(shape: Shape, spelling: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """One layer: add, norm, packed qkv, RoPE, cache write, attention, MLP."""
-
-    def forward(
-        x: Tensor, delta: Tensor, layer: Layer, table: Tensor, positions: Tensor, slots: Tensor, length: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        x = x + delta
-        qkv = linear(rms_norm(x, x.shape[-1:]), layer.qkv)
-        q = prologue(shape, spelling, qkv, layer, table, positions, slots, scale)
-        attended = torch.ops.rope_fusion_bench.decode_attention(
-            q, layer.k_cache, layer.v_cache, length, scale, scale, scale, CONTEXT
-        )
-        x = x + linear(attended.reshape(x.shape[0], -1), layer.out)
-        gate, up = linear(rms_norm(x, x.shape[-1:]), layer.up).chunk(2, -1)
-        return x, linear(silu(gate) * up, layer.down)
-
-    return forward
-
-
-def step(function: Callable[..., tuple[Tensor, Tensor]], layers: Sequence[Layer], x: Tensor, *shared: Tensor) -> Tensor:
-    """All layers, by a function for one."""
-    delta = torch.zeros_like(x)
-    for layer in layers:
-        x, delta = function(x, delta, layer, *shared)
-    return x + delta
-
-
-def make_layers(shape: Shape, batch: int, count: int, device: str) -> list[Layer]:
-    """Random weights of a size that keeps values near 1, and caches full of random values."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def weight(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, device=device, dtype=BF16, generator=generator) * columns**-0.5
-
-    def cache() -> Tensor:
-        size = (batch * CONTEXT // PAGE, PAGE, shape.kv_heads, shape.dim)
-        return torch.randn(size, device=device, dtype=BF16, generator=generator).to(FP8 if shape.fp8 else BF16)
-
-    width, heads = shape.q_heads * shape.dim, shape.q_heads + 2 * shape.kv_heads
-    return [
-        Layer(
-            weight(heads * shape.dim, shape.hidden),
-            weight(shape.hidden, width),
-            weight(2 * shape.mlp, shape.hidden),
-            weight(shape.hidden, shape.mlp),
-            cache(),
-            cache(),
-        )
-        for _ in range(count)
-    ]
-
-
-def inputs(shape: Shape, batch: int, device: str) -> tuple[Tensor, ...]:
-    """x, the cos/sin table (in bf16 where engines have it so), positions, slots, length and scale."""
-    frequency = 150000.0 ** (-torch.arange(0, shape.dim, 2, device=device) / shape.dim)
-    angles = torch.arange(131072 if device.startswith("cuda") else 2 * FILLED, device=device)[:, None] * frequency
-    table = torch.cat([angles.cos(), angles.sin()], -1)
-    return (
-        torch.randn(batch, shape.hidden, device=device).to(BF16),
-        table.to(BF16) if shape.engine else table,
-        torch.full((batch,), FILLED, device=device),
-        torch.arange(batch, device=device) * CONTEXT + FILLED,
-        torch.full((1,), FILLED + 1, device=device, dtype=torch.int32),
-        torch.full((1,), 0.05 if shape.fp8 else 1.0, device=device),
-    )
-
-
-def forget_new_tokens(layers: Sequence[Layer], slots: Tensor) -> None:
-    """NaN where the step is to write, so that a write that is missing shows in its result."""
-    for layer in layers:
-        for cache in (layer.k_cache, layer.v_cache):
-            cache.view(torch.uint8)[slots // PAGE, slots % PAGE] = POISON
 
 
 def variants(shape: Shape) -> tuple[Variant, ...]:
@@ -262,7 +131,7 @@ def compiled_step(
 ) -> Callable[..., Tensor]:
     """The step, with one layer compiled or, `whole`, all of them in one graph."""
     how = _how(variant, device)
-    function = layer_function(shape, variant.spelling)
+    function = layer_function(shape, variant.spelling, device)
     if whole:
         return torch.compile(functools.partial(step, function, layers), dynamic=False, **how)
     return functools.partial(step, torch.compile(function, dynamic=False, **how), layers)
@@ -275,14 +144,36 @@ def _how(variant: Variant, device: str) -> dict[str, Any]:
 def compile_job(job: tuple[Shape, int, Variant, bool], device: str) -> dict[str, int]:
     """Compile one variant, call it, and count its launches: of one layer, or of all together where they are compiled so."""
     shape, batch, variant, whole = job
-    _register(device)
+    register(device)
     layers = make_layers(shape, batch, shape.layers if whole else 1, device)
     x, *shared = inputs(shape, batch, device)
     with torch.no_grad():
         if whole:
             return launches(functools.partial(compiled_step(shape, variant, layers, whole, device), x, *shared))
-        function = torch.compile(layer_function(shape, variant.spelling), dynamic=False, **_how(variant, device))
+        function = torch.compile(
+            layer_function(shape, variant.spelling, device), dynamic=False, **_how(variant, device)
+        )
         return launches(functools.partial(function, x, torch.zeros_like(x), layers[0], *shared))
+
+
+def profile_job(shape: Shape, batch: int, variant: Variant, device: str) -> dict[str, float]:
+    """Microseconds of each kernel in one layer, averaged over the layers of a step."""
+    register(device)
+    layers = make_layers(shape, batch, shape.layers, device)
+    with torch.no_grad():
+        call = compiled_step(shape, variant, layers, False, device)
+        found = kernel_times_us(functools.partial(call, *inputs(shape, batch, device)))
+    return {name: us / shape.layers for name, us in found.items()}
+
+
+def _profiled(found: Measurement, shape: Shape, device: str) -> Measurement:
+    """With the kernels of the best spellings, in a process of its own."""
+    kernel_us = {}
+    for variant in variants(shape):
+        if variant.spelling != "view":
+            with own_processes(1) as pool:
+                kernel_us[variant.name] = pool.submit(profile_job, shape, found.batch, variant, device).result()
+    return replace(found, kernel_us=kernel_us)
 
 
 def measure(
@@ -295,7 +186,7 @@ def measure(
     torch.compiler.reset()
     calls, error, hits = {}, {}, {}
     with torch.no_grad():
-        eager = functools.partial(step, layer_function(shape, "engine" if shape.engine else "bytes"), layers)
+        eager = functools.partial(step, layer_function(shape, "engine" if shape.engine else "bytes", device), layers)
         forget_new_tokens(layers, slots)
         expected = eager(*arguments).float()
         for variant in variants(shape):
@@ -313,6 +204,15 @@ def measure(
     )
 
 
+def _measured(
+    shape: Shape, batch: int, device: str, kernels: dict[str, dict[str, int] | None], whole: bool
+) -> Measurement:
+    try:
+        return measure(shape, batch, device, kernels, whole)
+    except Exception as error:  # the other shapes' figures shall not be lost with it
+        return Measurement(shape.name, batch, {}, {}, {}, wrong=f"{type(error).__name__}: {error}")
+
+
 def _wrong(error: dict[str, float], hits: dict[str, dict[str, int]]) -> str | None:
     plain = max(value for name, value in error.items() if name.startswith("Inductor"))
     for name, value in error.items():
@@ -323,7 +223,7 @@ def _wrong(error: dict[str, float], hits: dict[str, dict[str, int]]) -> str | No
     return f"{', '.join(unfused)}: nothing was fused" if unfused else None
 
 
-def _register(device: str) -> None:
+def register(device: str) -> None:
     """Make the attention known, and on a GPU those engine operators that no engine has brought."""
     from rope_fusion import bench_attention  # noqa: F401  (importing it registers the operator)
 
@@ -344,20 +244,30 @@ def benchmark(
     device: str, quick: bool = False, wanted: Sequence[tuple[Shape, int]] | None = None, whole: bool = False
 ) -> list[Measurement]:
     """Measure every shape at every batch size, or those that are `wanted`."""
-    _register(device)
+    register(device)
     if wanted is None:
         batches = BATCHES[:1] if quick else BATCHES if device.startswith("cuda") else (3,)
         wanted = [(shape, batch) for shape in shapes(device) for batch in batches]
     jobs = [(shape, batch, variant, whole) for shape, batch in wanted for variant in variants(shape)]
     counted = iter(compile_ahead("rope_fusion.bench_cases_decode", jobs, device))
     kernels = [{variant.name: next(counted) for variant in variants(shape)} for shape, _ in wanted]
-    return [measure(shape, batch, device, found, whole) for (shape, batch), found in zip(wanted, kernels, strict=True)]
+    found = [
+        _measured(shape, batch, device, counts, whole) for (shape, batch), counts in zip(wanted, kernels, strict=True)
+    ]
+    if not whole and device.startswith("cuda"):
+        found = [
+            _profiled(one, shape, device) if one.us else one for one, (shape, _) in zip(found, wanted, strict=True)
+        ]
+    return found
 
 
 def table(found: Sequence[Measurement]) -> str:
     """One row per shape and batch size."""
     rows = []
     for m in found:
+        if not m.us:
+            rows.append((m.model, m.batch, *[""] * 9, f"FAILED: {m.wrong}"))
+            continue
         best, mine = m.best("Inductor"), m.best("rope_fusion")
         rows.append(
             (
@@ -372,7 +282,8 @@ def table(found: Sequence[Measurement]) -> str:
                 f"{m.tokens_per_second[best]:.0f} → {m.tokens_per_second[mine]:.0f}",
                 "" if m.kernels[best] is None else f"{count_of(m.kernels[best])} → {count_of(m.kernels[mine])}",
                 f"{max(m.error.values()):.0e}",
-                f"WRONG: {m.wrong}" if m.wrong else ", ".join(f"{name} {n}" for name, n in m.hits[mine].items()),
+                ", ".join(f"{name} {n}" for name, n in m.hits[mine].items())
+                + (f" WRONG: {m.wrong}" if m.wrong else ""),
             )
         )
     headers = (
@@ -389,7 +300,19 @@ def table(found: Sequence[Measurement]) -> str:
         "error",
         "hits",
     )
-    return "µs per step; hits are of one layer\n\n" + tabulate(rows, headers, disable_numparse=True)
+    steps = "µs per step; hits and kernels are of one layer\n\n" + tabulate(rows, headers, disable_numparse=True)
+    return steps + _table_of_shares(found)
+
+
+def _table_of_shares(found: Sequence[Measurement]) -> str:
+    rows = [
+        (m.model, m.batch, name, *(f"{us:.2f}" for us in parts.values()), f"{sum(parts.values()):.1f}")
+        for m in found
+        for name, parts in m.shares.items()
+    ]
+    headers = ("model", "batch", "variant", *PARTS, "prologue", "all")
+    said = "\n\nµs of kernels in one layer, by the profiler\n\n"
+    return said + tabulate(rows, headers, disable_numparse=True) if rows else ""
 
 
 def _us(m: Measurement, *names: str) -> str:

@@ -57,6 +57,7 @@ def quantised(x: Tensor, scale: Tensor) -> Tensor:
 def prologue(
     shape: Shape,
     store: Callable[[Tensor, Tensor, Tensor], None],
+    rounds: bool,
     qkv: Tensor,
     table: Tensor,
     positions: Tensor,
@@ -65,16 +66,17 @@ def prologue(
     k_cache: Tensor,
     v_cache: Tensor,
 ) -> Tensor:
-    """The rotated, perhaps quantised q; K and V go to their caches."""
+    """The rotated, perhaps quantised q; K and V go to their caches. `rounds`: what is quantised is rounded to bf16 first."""
     sizes = [shape.q_heads, shape.kv_heads, shape.kv_heads]
     q, k, v = qkv.view(qkv.shape[0], -1, shape.dim).split(sizes, 1)
     cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
 
-    def rotated(x: Tensor) -> Tensor:
+    def rotated(x: Tensor, fp8: bool) -> Tensor:
         first, second = x.float().chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+        wide = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return wide.to(x.dtype) if rounds or not fp8 else wide
 
-    q, k = rotated(q), rotated(k)
+    q, k = rotated(q, shape.q_fp8), rotated(k, shape.kv_fp8)
     if shape.kv_fp8:
         k, v = quantised(k, scales[1:2]), quantised(v, scales[2:3])
     store(k_cache, k, slots)
@@ -119,12 +121,15 @@ def make(shape: Shape, tokens: int, device: str) -> Call:
         + tokens * shape.dim * 2 * shape.kv_heads * cache_type.itemsize
     )
     arguments = (qkv, table, positions, slots, scales, cache(), cache())
-    return Call(_program(shape, store_direct), _program(shape, store_bytes), arguments, (5, 6), moved)
+    unrounded = _program(shape, store_bytes, rounds=False)
+    return Call(_program(shape, store_direct), _program(shape, store_bytes), arguments, (5, 6), moved, unrounded)
 
 
-def _program(shape: Shape, store: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[..., Tensor]:
+def _program(
+    shape: Shape, store: Callable[[Tensor, Tensor, Tensor], None], rounds: bool = True
+) -> Callable[..., Tensor]:
     def program(*operands: Tensor) -> Tensor:
-        return prologue(shape, store, *operands)
+        return prologue(shape, store, rounds, *operands)
 
     return program
 

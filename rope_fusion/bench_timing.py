@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import statistics
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -175,16 +176,29 @@ def _wait(device: str) -> None:
 
 def launches(call: Callable[[], Any]) -> dict[str, int]:
     """Kernels, copies and fills of one call on a GPU, by name."""
+    return dict(Counter(name for name, _ in _profiled(call)))
+
+
+def kernel_times_us(call: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of the kernels, copies and fills of one call on a GPU, by name."""
+    times: dict[str, float] = {}
+    for name, us in _profiled(call):
+        times[name] = times.get(name, 0.0) + us
+    return times
+
+
+def _profiled(call: Callable[[], Any]) -> list[tuple[str, float]]:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    call()
+    for _ in range(3):  # compiles, chooses launch parameters, and warms the clocks
+        call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         call()
         torch.cuda.synchronize()
     events = profiled.events() or ()
-    return dict(Counter(event.name for event in events if event.device_type == DeviceType.CUDA))
+    return [(event.name, event.device_time) for event in events if event.device_type == DeviceType.CUDA]
 
 
 def count_of(kernels: dict[str, int] | None) -> int | None:
@@ -273,6 +287,7 @@ def _compile_in_this_process() -> None:
     from rope_fusion._torch import inductor_config
 
     inductor_config.compile_threads = 1
+    warnings.simplefilter("ignore")  # whatever matters is said where the same is timed
 
 
 def _compile_one(module: str, job: Any, device: str) -> Any:

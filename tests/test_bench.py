@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rope_fusion import bench, bench_cases_decode, bench_cases_prologue, bench_cases_writes, bench_programs
+from rope_fusion import bench, bench_cases_decode, bench_cases_prologue, bench_cases_writes, bench_programs, bench_stack
 from rope_fusion.bench_programs import Call, Program
 from rope_fusion.bench_timing import machine, needs_gpu, poison, times_us
 from rope_fusion.cli import main
@@ -123,7 +123,7 @@ def test_the_prologue_fuses_and_is_right_in_a_rehearsal() -> None:
 
 
 def test_a_decode_stack_fuses_whatever_the_spelling_and_is_right() -> None:
-    shape = next(shape for shape in bench_cases_decode.REHEARSED if shape.fp8)
+    shape = next(shape for shape in bench_stack.REHEARSED if shape.fp8)
     (found,) = bench_cases_decode.benchmark(DEVICE, wanted=[(shape, 3)])
     assert found.wrong is None
     assert found.hits == {f"rope_fusion, {way}": {"rope_static_q_fp8_kv": 1} for way in ("view", "direct")}
@@ -134,16 +134,16 @@ def test_a_decode_stack_fuses_whatever_the_spelling_and_is_right() -> None:
 
 
 def test_a_step_that_forgets_to_write_its_cache_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench_cases_decode._register(DEVICE)
-    shape = bench_cases_decode.REHEARSED[0]
-    layers = bench_cases_decode.make_layers(shape, 2, 1, DEVICE)
-    arguments = bench_cases_decode.inputs(shape, 2, DEVICE)
-    function = bench_cases_decode.layer_function(shape, "bytes")
-    step = functools.partial(bench_cases_decode.step, function, layers)
-    bench_cases_decode.forget_new_tokens(layers, arguments[3])
+    bench_cases_decode.register(DEVICE)
+    shape = bench_stack.REHEARSED[0]
+    layers = bench_stack.make_layers(shape, 2, 1, DEVICE)
+    arguments = bench_stack.inputs(shape, 2, DEVICE)
+    function = bench_stack.layer_function(shape, "bytes", DEVICE)
+    step = functools.partial(bench_stack.step, function, layers)
+    bench_stack.forget_new_tokens(layers, arguments[3])
     assert not step(*arguments).isnan().any()
-    bench_cases_decode.forget_new_tokens(layers, arguments[3])
-    monkeypatch.setattr(bench_cases_decode, "store", lambda *_: None)
+    bench_stack.forget_new_tokens(layers, arguments[3])
+    monkeypatch.setattr(bench_stack, "store", lambda *_: None)
     assert step(*arguments).isnan().any()
     assert bench_cases_decode._wrong({"Inductor": 0.0, "rope_fusion": float("nan")}, {}) is not None
 
@@ -193,7 +193,7 @@ def test_a_measurement_that_fails_leaves_the_others_and_is_status_1(
 def test_wrong_results_are_status_1_and_in_the_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = bench_programs.Measurement("a case", 1, 1.0, 2.0, 1.0, 0.5, 3, 1, None, 0.5, {}, "error 0.5")
+    figures = bench_programs.Measurement("a case", 1, 1.0, 2.0, 1.0, 0.5, 3, 1, None, None, 0.5, {}, "error 0.5")
     monkeypatch.setattr(bench_cases_prologue, "benchmark", lambda device: [figures])
     assert main(["bench", "prologue", "--device", DEVICE, "--json"]) == 1
     printed = json.loads(capsys.readouterr().out)
