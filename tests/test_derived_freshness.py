@@ -356,8 +356,8 @@ def test_the_sampled_check_takes_nan_for_equal_to_itself():
 # ------------------------------------------------------------------------------------------- Inductor's caches
 
 
-@pytest.mark.parametrize("update", [copy_in_place, replace_the_parameter, assign_data])
-def test_a_warm_cache_neither_loses_nor_stales_derived_tensors(update: Callable[[Any], None], tmp_path, monkeypatch):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_warm_cache_neither_loses_nor_stales_derived_tensors(dynamic: bool, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     counters = torch._dynamo.utils.counters
     with (
@@ -368,13 +368,15 @@ def test_a_warm_cache_neither_loses_nor_stales_derived_tensors(update: Callable[
             torch._dynamo.reset()
             counters.clear()
             module = QuantisedLinear()
-            compiled = Compiled(module, generate=True)
+            compiled = Compiled(module, generate=True, dynamic=dynamic)
             assert compiled.agrees(inputs())
             assert compiled.hits == {"weight_dequant": 1}
             assert counters["inductor"]["fxgraph_cache_hit"] == run
             assert counters["aot_autograd"]["autograd_cache_hit"] == 0
-            update(module)
-            assert compiled.agrees(inputs())
+            for update in SEEN:
+                update(module)
+                assert compiled.agrees(inputs(7 if dynamic else 4)), update.__name__
+            assert compiled.hits == {"weight_dequant": 1}
 
 
 @pytest.mark.parametrize(("options", "saved"), [({"derived_budget": 0}, 0), ({"disable": ("weight_dequant",)}, 1)])

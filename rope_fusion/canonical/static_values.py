@@ -194,12 +194,13 @@ class StaticValues:
         if node not in self.constants or value is None or value.numel() > 1 << 20:
             return None
         known: dict[Node, Any] = {}
-        with torch.no_grad():
+        # Graphs are compiled under a fake mode, in which not even `numpy()` takes a real tensor.
+        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
             for item in self.slice(node):
                 known[item] = _on_cpu(item, known)
-        result = known[node]
-        assert isinstance(result, torch.Tensor)
-        return (result.float() if result.dtype.is_floating_point else result).numpy()
+            result = known[node]
+            assert isinstance(result, torch.Tensor)
+            return (result.float() if result.dtype.is_floating_point else result).numpy()
 
 
 def _known_sizes(node: Node) -> bool:
@@ -209,11 +210,10 @@ def _known_sizes(node: Node) -> bool:
 
 
 def _on_cpu(node: Node, known: dict[Node, Any]) -> Any:
-    """Run one constant node, wherever the program would have made it, on the CPU and outside every fake mode."""
+    """Run one constant node on the CPU, wherever the program would have made it."""
     arguments, keywords = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda item: known[item])
     if "device" in keywords:
         keywords = {**keywords, "device": torch.device("cpu")}
     if node.target is prims.device_put.default:
         return arguments[0]
-    with torch.utils._python_dispatch._disable_current_modes():
-        return node.target(*arguments, **keywords)  # type: ignore[operator]
+    return node.target(*arguments, **keywords)  # type: ignore[operator]

@@ -26,6 +26,8 @@ from rope_fusion.matcher import PatternRunner
 from rope_fusion.options import Options
 from rope_fusion.report import GraphReport
 
+_PASSED_OVER = frozenset({torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+
 
 def deriving_patterns(options: Options, device: torch.device, report: GraphReport) -> list[PatternRunner]:
     """The enabled patterns that need inputs to be added and may run on this device, by descending priority."""
@@ -65,6 +67,7 @@ class Selector:
         self._options, self._store = options, store
         self._is_inference, self._stored_alone = is_inference, stored_alone
         self._written = written_placeholders(graph)
+        self._views: list[Node] = []  # of sources, for the canonical operators only
 
     def choose(
         self, candidates: Sequence[Candidate], runners: Sequence[PatternRunner], report: GraphReport
@@ -99,13 +102,25 @@ class Selector:
             device=str(value.device),
             obstacle=obstacle,
         ).encode()
-        scale = candidate.sources[1] if len(candidate.sources) > 1 else None
-        main = candidate.sources[0]
+        with self._graph.inserting_before(node):
+            main, *scales = map(self._matchable, candidate.sources[:2])
+        scale = scales[0] if scales else None
         arguments = (main, attributes) if candidate.operator is cast_table else (main, scale, attributes)
         with self._graph.inserting_after(node):
             new = self._graph.call_function(candidate.operator, arguments)
         new.meta["val"] = value
         node.replace_all_uses_with(new)
+
+    def _matchable(self, source: Node) -> Node:
+        """The source itself, or its bytes: Inductor's matcher passes over nodes that read a dtype without code on some GPU."""
+        value = source.meta["val"]
+        if value.dtype not in _PASSED_OVER:
+            return source
+        new = self._graph.call_function(torch.ops.aten.view.dtype, (source, torch.uint8))
+        with value.fake_mode:
+            new.meta["val"] = value.view(torch.uint8)
+        self._views.append(new)
+        return new
 
     def _restore(self, candidates: Sequence[Candidate]) -> set[int]:
         """Put the original nodes back everywhere; the indices of the candidates that a pattern took."""
@@ -117,6 +132,9 @@ class Selector:
                 self._graph.erase_node(node)
                 if node.target is derived:
                     taken.add(attributes.candidate)
+        for node in self._views:
+            self._graph.erase_node(node)
+        self._views.clear()
         return taken
 
     def _obstacles(self, candidates: Sequence[Candidate]) -> list[str]:
