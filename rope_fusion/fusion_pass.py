@@ -26,8 +26,8 @@ from rope_fusion.canonical.engine_ops import find_engine_ops
 from rope_fusion.canonical.fp8 import find_fp8_quantisations
 from rope_fusion.canonical.fp8_groups import find_group_quantisations
 from rope_fusion.canonical.kv_cache import find_cache_writes
-from rope_fusion.canonical.layout import VIEW_TARGETS
 from rope_fusion.canonical.layer_writes import finish_layer_writes
+from rope_fusion.canonical.layout import VIEW_TARGETS
 from rope_fusion.canonical.operators import CANONICAL, rotary_qk
 from rope_fusion.canonical.rotary import explain_near_misses, find_rotations
 from rope_fusion.capability import GateContext

@@ -61,8 +61,8 @@ SHAPES = {
     "llama": replace(PLAIN, dims=(128, 128, 0), heads=(32, 8), full_width=True, **STATIC),
     "llama, fp8, heads before places": replace(GPT_OSS, dims=(128, 128, 0), heads=(32, 8), layout="n h p d"),
     "gpt-oss, fp8 of unrounded values": replace(GPT_OSS, wide_out=True),
-    "gpt-oss, fp8 KV of unrounded values": replace(
-        GPT_OSS, q_fp8=None, needs=(True, False), wide_out=True, narrow_result=True
+    "gpt-oss, rounded q beside fp8 of unrounded values": replace(
+        GPT_OSS, needs=(True, False), wide_out=True, narrow_result=True
     ),
     "phi, exact": replace(PLAIN, dims=(96, 96, 0), heads=(32, 32), math="exact own dtype"),
     "gpt-neox, partial": replace(PLAIN, dims=(80, 20, 0), heads=(32, 32), dtype=FP16, angle_dtype=FP16),
