@@ -166,14 +166,19 @@ def profile_job(shape: Shape, batch: int, variant: Variant, device: str) -> dict
     return {name: us / shape.layers for name, us in found.items()}
 
 
-def _profiled(found: Measurement, shape: Shape, device: str) -> Measurement:
-    """With the kernels of the best spellings, in a process of its own."""
-    kernel_us = {}
-    for variant in variants(shape):
-        if variant.spelling != "view":
-            with own_processes(1) as pool:
-                kernel_us[variant.name] = pool.submit(profile_job, shape, found.batch, variant, device).result()
-    return replace(found, kernel_us=kernel_us)
+def _profiled(found: Sequence[Measurement], shapes: Sequence[Shape], device: str) -> list[Measurement]:
+    """With the kernels of the best spellings, in a process of its own; the shapes with dense experts show nothing else."""
+    with own_processes(1) as pool:
+
+        def kernel_us(one: Measurement, shape: Shape) -> dict[str, dict[str, float]]:
+            if not one.us or shape.mlp == 4 * shape.hidden:
+                return {}
+            best = [variant for variant in variants(shape) if variant.spelling != "view"]
+            return {
+                variant.name: pool.submit(profile_job, shape, one.batch, variant, device).result() for variant in best
+            }
+
+        return [replace(one, kernel_us=kernel_us(one, shape)) for one, shape in zip(found, shapes, strict=True)]
 
 
 def measure(
@@ -255,9 +260,7 @@ def benchmark(
         _measured(shape, batch, device, counts, whole) for (shape, batch), counts in zip(wanted, kernels, strict=True)
     ]
     if not whole and device.startswith("cuda"):
-        found = [
-            _profiled(one, shape, device) if one.us else one for one, (shape, _) in zip(found, wanted, strict=True)
-        ]
+        found = _profiled(found, [shape for shape, _ in wanted], device)
     return found
 
 
