@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python3 tests/gpu_check_derived.py
 
-Prints one line per check and exits with 1 when something is not as it should be. It takes about three minutes.
+Prints one line per check and exits with 1 when something is not as it should be. It takes about four minutes.
 """
 
 from __future__ import annotations
@@ -340,30 +340,117 @@ def check_sampled(mode: str | None) -> bool:
     return say(calls <= 6 and named, f"sampled check, mode {mode}: noticed after {calls} calls, named {named}")
 
 
-def check_cost() -> bool:
-    """72 derived weights (144 sources): what the per-call check and the sampled check add to a decode step."""
+def check_cost(mode: str | None) -> bool:
+    """72 derived weights (144 sources): what the sampled check adds to a decode step, which CUDA graphs make device-bound."""
     torch.manual_seed(0)
     model = nn.Sequential(*[QuantisedLinear(2048) for _ in range(72)]).to(DEVICE)
     x = torch.randn(16, 2048, device=DEVICE, dtype=BF16)
-    times = {}
+    times: dict[int, list[float]] = {0: [], 32: [], 1: []}
     with torch.no_grad():
-        for interval in (0, 32, 1):
-            step = compiled(model, "reduce-overhead", freshness_interval=interval)
-            for _ in range(5):
-                step(x)
-            start = time.perf_counter()
-            for _ in range(640):
-                step(x)
-            torch.cuda.synchronize()
-            times[interval] = (time.perf_counter() - start) / 640 * 1e3
         torch._dynamo.reset()
-        plain = torch.compile(model, mode="reduce-overhead")
+        steps = {interval: _step_of(model, mode, interval) for interval in times}
+        for _ in range(5):
+            for interval, step in steps.items():
+                for _ in range(32):
+                    step(x)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(320):
+                    step(x)
+                torch.cuda.synchronize()
+                times[interval].append((time.perf_counter() - start) / 320 * 1e3)
+        torch._dynamo.reset()
+        plain = torch.compile(model, mode=mode)
         plain_ms = milliseconds(lambda: plain(x), 50)
-    share = times[32] / times[0] - 1
+    best = {interval: min(values) for interval, values in times.items()}
+    share = best[32] / best[0] - 1
+    alone = (best[1] - best[0]) / 32 / best[0]
     return say(
         share < 0.01,
-        f"cost of the sampled check: {share:.2%} of a step ({times[0]:.3f} → {times[32]:.3f} ms; in every call "
-        f"{times[1]:.3f} ms; plain Inductor {plain_ms:.3f} ms)",
+        f"cost of the sampled check, mode {mode}: {share:.2%} of a step, by the one made in every call {alone:.2%} "
+        f"({best[0]:.3f} → {best[32]:.3f} ms; in every call {best[1]:.3f} ms; plain Inductor {plain_ms:.3f} ms)",
+    )
+
+
+def _step_of(model: nn.Module, mode: str | None, interval: int) -> Step:
+    """Compiled by a function of its own, so that several live side by side."""
+    options: dict[str, Any] = {"rope_fusion.freshness_interval": interval}
+    if mode:
+        options["rope_fusion.mode"] = mode
+
+    def step(x: Tensor) -> Tensor:
+        return model(x)
+
+    step.__code__ = step.__code__.replace(co_name=f"step_{interval}")
+    return torch.compile(step, backend="rope_fusion", options=options)
+
+
+class Stored(nn.Module):
+    """A weight of any codes and scales: FP8 of both vendors, E8M0 blocks, INT8."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, codes: torch.dtype, scales: torch.dtype, block: int) -> None:
+        super().__init__()
+        self.block = block
+        self.register_buffer("weight", torch.randn(256, 256).mul_(3).to(codes))
+        self.register_buffer("scale", (torch.rand(256 // block, 256 // block) + 0.5).to(scales))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.float().repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
+        return F.linear(x, (self.weight.float() * scale).to(x.dtype))
+
+
+def check_kinds() -> bool:
+    """Inductor's matcher passes over dtypes that this GPU's Triton lacks; the derivations do not."""
+    results = {}
+    x = torch.randn(8, 256, device=DEVICE, dtype=BF16)
+    kinds = [
+        (FP8, torch.float32),
+        (FP8, torch.float8_e8m0fnu),
+        (torch.float8_e5m2, torch.float32),
+        (torch.float8_e4m3fnuz, torch.float32),
+        (torch.int8, torch.bfloat16),
+    ]
+    with torch.no_grad():
+        for codes, scales in kinds:
+            model = Stored(codes, scales, 32).to(DEVICE)
+            with rope_fusion.record() as report:
+                step = compiled(model)
+                right = close(step(x), model(x))
+            model.weight.copy_(model.weight.float().neg())
+            fresh = close(step(x), model(x))
+            results[f"{codes} × {scales}"] = right and fresh and report.hits == {"weight_dequant": 1}
+    return say(all(results.values()), f"codes and scales: {results}")
+
+
+def check_table_from_the_cpu(mode: str | None) -> bool:
+    """A table that stays on the CPU, and is brought to the device and dtype of the activations in every call."""
+
+    class Rotary(nn.Module):
+        table: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.rand(4096, 64))
+
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            return opaque_rotary(x, positions, self.table.to(x.device, x.dtype))
+
+    model, positions = Rotary(), torch.arange(16, device=DEVICE)
+    x = torch.randn(16, 256, device=DEVICE, dtype=BF16)
+    with torch.no_grad():
+        with rope_fusion.record() as report:
+            step = compiled(model, mode)
+            right = close(step(x, positions).clone(), model(x, positions))
+        copies = sum(n for name, n in kernels_of(lambda: step(x, positions)).items() if "HtoD" in name)
+        model.table.mul_(2)
+        fresh = close(step(x, positions).clone(), model(x, positions))
+    hits = report.hits.get("cos_sin_cast", 0)
+    return say(
+        right and fresh and hits == 1 and copies == 0,
+        f"table from the CPU, mode {mode}: right {right}, fresh {fresh}, hits {hits}, copies to the device {copies}",
     )
 
 
@@ -423,7 +510,9 @@ def main() -> int:
         check_capture_without_warm_up(),
         *(check_freshness(mode, dynamic) for mode in (None, "reduce-overhead") for dynamic in (False, True)),
         *(check_sampled(mode) for mode in (None, "reduce-overhead")),
-        check_cost(),
+        *(check_cost(mode) for mode in (None, "reduce-overhead")),
+        check_kinds(),
+        *(check_table_from_the_cpu(mode) for mode in (None, "reduce-overhead")),
         check_threads(),
         check_memory(),
     ]

@@ -40,7 +40,9 @@ def _(x: Tensor, rows: Tensor) -> Tensor:
 
 
 class Program(nn.Module):
-    """A function of an input and of the module's own buffers, which are `named_buffers` in order."""
+    """A function of an input and of the module's own buffers `b0`, `b1`, ..."""
+
+    b0: Tensor
 
     def __init__(self, function: Callable[..., Tensor], *buffers: Tensor) -> None:
         super().__init__()
@@ -230,7 +232,7 @@ def test_a_table_is_shared_by_graphs_that_are_split_at_attention(shared: bool):
     assert torch.equal(compiled(x), module(x))
     assert len(harness.graphs) == 3
     assert len(harness.store.entries()) == (1 if shared else 3)
-    module.rotaries[1].b0.mul_(2)
+    module.rotaries[1].get_buffer("b0").mul_(2)
     assert torch.equal(compiled(x), module(x))
 
 
@@ -253,7 +255,7 @@ def test_flagged_codes_are_derived_without_grad_and_left_alone_with_it():
     assert any("compiled for training" in refusal for refusal in harness.refusals)
     assert found is not None and module.scale.grad is not None
     torch.testing.assert_close(found, module.scale.grad)
-    module.scale -= 0.1 * module.scale.grad  # what an optimizer does
+    module.scale.sub_(0.1 * module.scale.grad)  # what an optimizer does
     assert torch.equal(compiled(x), module(x))
 
 
