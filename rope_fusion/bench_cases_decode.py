@@ -174,9 +174,8 @@ def _profiled(found: Sequence[Measurement], shapes: Sequence[Shape], device: str
             if not one.us or shape.mlp == 4 * shape.hidden:
                 return {}
             best = [variant for variant in variants(shape) if variant.spelling != "view"]
-            return {
-                variant.name: pool.submit(profile_job, shape, one.batch, variant, device).result() for variant in best
-            }
+            jobs = {variant.name: pool.submit(profile_job, shape, one.batch, variant, device) for variant in best}
+            return {name: job.result() for name, job in jobs.items() if job.exception() is None}
 
         return [replace(one, kernel_us=kernel_us(one, shape)) for one, shape in zip(found, shapes, strict=True)]
 
