@@ -6,8 +6,11 @@ Importing this module imports torch's Inductor (seconds); `import rope_fusion` d
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 try:
     from torch._dynamo.utils import counters, detect_fake_mode
@@ -15,6 +18,7 @@ try:
     from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
     from torch._inductor import config as inductor_config
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.ir import FallbackKernel, IRNode, TensorBox
     from torch._inductor.lowering import add_needs_realized_inputs, fallback_handler, register_lowering
     from torch._inductor.pattern_matcher import (
         CallFunction,
@@ -27,8 +31,12 @@ try:
         register_replacement,
         stable_topological_sort,
     )
+    from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
-except ImportError as missing:
+
+    # Generated code allocates by it.
+    empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+except (ImportError, AttributeError) as missing:
     raise ImportError(
         f"rope_fusion works with torch 2.11 to 2.14; this is torch {torch.__version__}, which lacks a name that it needs "
         f"({missing}). Install another torch, or a newer rope_fusion"
@@ -64,6 +72,26 @@ def _register_opaque_type() -> str | None:
 OPAQUE_TYPE = _register_opaque_type()
 
 
+def lower_to_kernel(kernel: type[FallbackKernel], operator: torch._ops.OpOverload, *arguments: Any) -> Any:
+    """What a lowering returns that leaves a call of `operator` in the generated code, as a node of class `kernel`."""
+
+    def wrapped(x: Any) -> Any:
+        if not isinstance(x, IRNode):
+            return x
+        return x.wrap_for_lowering() if hasattr(x, "wrap_for_lowering") else TensorBox.create(x)
+
+    return pytree.tree_map(wrapped, kernel.create(operator, *arguments))
+
+
+def call_in_generated_code(kernel: FallbackKernel, wrapper: Any, name: str, lines: Iterable[str]) -> None:
+    """Let `kernel` call `name`, which `lines` define, where the generated code is plain Python; else its operator."""
+    if V.graph.cpp_wrapper or getattr(V.graph, "fx_wrapper", False) or getattr(wrapper, "parent_wrapper", None):
+        return
+    for line in lines:
+        wrapper.add_import_once(line)
+    kernel.set_python_kernel_name(name)
+
+
 __all__ = [
     "OPAQUE_TYPE",
     "REINPLACES_THROUGH_VIEWS",
@@ -71,6 +99,7 @@ __all__ = [
     "CustomGraphPass",
     "CustomInferenceAwareGraphPass",
     "FakeTensorMode",
+    "FallbackKernel",
     "KeywordArg",
     "Match",
     "MultiOutputPattern",
@@ -80,11 +109,14 @@ __all__ = [
     "add_needs_realized_inputs",
     "auto_functionalized",
     "auto_functionalized_v2",
+    "call_in_generated_code",
     "counters",
     "detect_fake_mode",
+    "empty_strided_cuda",
     "fallback_handler",
     "fwd_only",
     "inductor_config",
+    "lower_to_kernel",
     "register_lowering",
     "register_replacement",
     "stable_topological_sort",

@@ -226,7 +226,7 @@ def _narrow_results(graph: Graph, fake_mode: Any) -> None:
         node.meta["val"] = tuple(values)
         for _, roundings in (chains for chains in found if chains is not None):
             for rounding in roundings:
-                rounding.replace_all_uses_with(rounding.args[0])
+                rounding.replace_all_uses_with(rounding.all_input_nodes[0])
                 graph.erase_node(rounding)
 
 

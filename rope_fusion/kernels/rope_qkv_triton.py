@@ -10,8 +10,9 @@ count, batch or cache size compiles nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import gcd
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -337,7 +338,7 @@ def _rotate_heads(
         cos_row = _row(batch, place, cos_batch, cos_place, SPLIT, UNIT)
         sin_row = _row(batch, place, sin_batch, sin_place, SPLIT, UNIT)
         has_angles = None
-        MISSING: tl.constexpr = None
+        MISSING: tl.constexpr = None  # type: ignore[no-redef]
     cos_rows, sin_rows = tl.broadcast_to(cos_ptr + cos_row, shape), tl.broadcast_to(sin_ptr + sin_row, shape)
     c1, c2 = _load_angles(cos_rows, has_angles, MISSING, ROTARY, BLOCK_HALF, FULL, INTERLEAVED)
     s1, s2 = _load_angles(sin_rows, has_angles, None, ROTARY, BLOCK_HALF, FULL, INTERLEAVED)
@@ -749,7 +750,12 @@ class Plan:
     q_fp8: torch.dtype | None
     signature: tuple[object, ...]  # types of what is passed
     tail: tuple[Any, ...]  # what follows the pointers in a launch
-    compiled: dict[object, Any] = field(default_factory=dict, compare=False)
+    runners: dict[object, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def launches(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.tokens and self.variant.groups)
 
 
 @lru_cache(maxsize=4096)
@@ -985,12 +991,13 @@ def run(call: Call) -> None:
     # the key, so it runs once for each. Addresses spare the launcher a query of each pointer.
     addresses = [None if t is None else t.data_ptr() for t in call.pointers]
     key: object = device.index
-    if any(address is not None and address % 16 for address in addresses):
+    if reduce(or_, filter(None, addresses)) % 16:
         key = (device.index, *[address is None or address % 16 == 0 for address in addresses])
-    compiled = plan.compiled.get(key) or variant.compiled.get((key, plan.signature))
-    if compiled is not None:
-        plan.compiled[key] = compiled
-        compiled[plan.grid](*addresses, *plan.tail)
+    runner = plan.runners.get(key)
+    if runner is None and (compiled := variant.compiled.get((key, plan.signature))) is not None:
+        runner = plan.runners[key] = compiled[plan.grid]
+    if runner is not None:
+        runner(*addresses, *plan.tail)
         return
     if reason := refusal(call):
         raise RuntimeError(f"rope_qkv: {reason}")
@@ -1012,7 +1019,7 @@ def launch(
     before Triton is imported, tensors on the CPU are taken too.
     """
     call = prepare(*tensors, options=options, need_q=need_q, need_k=need_k, parameters=parameters)
-    if call.plan.tokens and call.plan.variant.groups:
+    if call.plan.launches:
         device = call.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
