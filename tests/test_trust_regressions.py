@@ -101,6 +101,19 @@ def test_bytes_that_come_back_as_another_fp8_are_converted_not_stored() -> None:
     check_captured([call], Options(kernels="reference", strict=True))
 
 
+def test_an_fp8_written_over_bytes_is_converted_not_stored() -> None:
+    def program(cache, k, scale):
+        for part, rows in zip(cache.unbind(0), (k, k * 2), strict=True):
+            part[2:5] = (rows / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    cache = torch.randn(2, 20, 2, 8).to(torch.float8_e4m3fn).view(torch.uint8)
+    (call,) = capture_call(program, cache, torch.randn(3, 2, 8), torch.tensor(0.05))
+    *_, bits = call.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.dtype)
+    bits.args = (bits.args[0], torch.float8_e5m2)
+    assert refresh(call.graph, bits)
+    check_captured([call], Options(kernels="reference", strict=True))
+
+
 @pytest.mark.parametrize(("dtype", "seen_as"), [(torch.bfloat16, torch.int16), (torch.float32, torch.int32)])
 def test_bits_written_into_a_view_of_a_wider_cache_are_not_taken_for_numbers(
     dtype: torch.dtype, seen_as: torch.dtype

@@ -28,7 +28,9 @@ aten = torch.ops.aten
 SUMS = frozenset(
     {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.mm.default, aten.bmm.default}
 )
+BITS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32})
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+FLOATS = (*FP8, torch.bfloat16, torch.float16, torch.float32)
 
 
 class WrongRewrite(AssertionError):
@@ -87,16 +89,16 @@ class InDouble(InOneOrder):
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
         views = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.dtype)
-        held = {node.meta["val"].dtype for view in views for node in (view, view.args[0])} - {torch.uint8}
+        held = {node.meta["val"].dtype for view in views for node in (view, view.args[0])} - BITS
         held |= {torch.float8_e4m3fn for node in gm.graph.nodes if node.op == "placeholder" and _holds_bytes(node)}
         if len(held) > 1:
-            raise Unsupported("bits of one kind of FP8 are taken for another")
+            raise Unsupported("bits of one kind of float are taken for another")
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.aten.view.dtype:
-            if not isinstance(args[0], Tensor) or args[0].dtype != torch.float64 or args[1] not in (*FP8, torch.uint8):
+            if not isinstance(args[0], Tensor) or args[0].dtype != torch.float64 or args[1] not in {*FLOATS, *BITS}:
                 raise Unsupported("a tensor is reinterpreted bit by bit")
-            return args[0]  # an FP8 cache seen as bytes and back: the value is what counts
+            return args[0]  # a cache seen as bits and back: the value is what counts
         args = torch.utils._pytree.tree_map(_widen, args)
         kwargs = torch.utils._pytree.tree_map(_widen, kwargs)
         return super().call_function(target, args, kwargs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Input:
     dtype: torch.dtype
     kind: str = "values"  # values | cache | positions | slots | places | scale | factor
     order: tuple[int, ...] | None = None  # order of the dims in memory, outermost first
+    beside: str = ""  # another argument, of the same shape, that lies before this one in the same memory
 
 
 @dataclass
@@ -70,7 +71,12 @@ class Program:
     def arguments(self, sequence: int, seed: int = 0) -> list[Tensor]:
         """Fresh arguments for one length."""
         generator = torch.Generator().manual_seed(seed)
-        return [_argument(item, sequence, generator) for item in self.inputs]
+        made = {item.name: _argument(item, sequence, generator) for item in self.inputs}
+        for item in self.inputs:
+            if item.beside:
+                both = torch.stack((made[item.beside], made[item.name]))
+                made[item.beside], made[item.name] = both.unbind(0)
+        return list(made.values())
 
     def runs(self) -> bool:
         """Whether plain eager code runs it: a view may meet strides that do not allow it."""
@@ -83,6 +89,7 @@ class Program:
     def describe(self) -> str:
         shapes = "\n".join(
             f"# {i.name}: {i.kind} {list(i.shape)} {i.dtype}{f' order {i.order}' if i.order else ''}"
+            f"{f' beside {i.beside}' if i.beside else ''}"
             for i in self.inputs
         )
         return f"# S = {self.sequence}, other S = {self.other_sequence}\n{shapes}\n{self.source}"
@@ -165,7 +172,7 @@ class ProgramBuilder:
             self.start = c.pick([0, self.dim - self.rotary, (self.dim - self.rotary) // 2])
         self.form = c.pick(["neox_half", "neox_full", "interleaved_half", "interleaved_full", "complex", "halves_out"])
         self.math = c.pick(["float", "own", "promote"])
-        kind = c.pick(["prologue"] * 6 + ["inverse", "cache"])
+        kind = c.pick(["prologue"] * 5 + ["inverse", "inverse", "cache"])
         layers = c.pick([1, 1, 1, 2, 3]) if kind != "inverse" else 1
         cos_sin = None
         for layer in range(layers):
@@ -221,6 +228,12 @@ class ProgramBuilder:
             out = self.set("out", f"{out}.to(torch.{self.c.pick(['bfloat16', 'float16', 'float32'])})")
         if self.c.flag(20):
             out = self.quantise(out, self.q_heads)
+        elif self.c.flag(30):
+            out = self.quantise_groups(out)
+        elif self.c.flag(20):
+            out = self.set("moved", f"{out}.transpose({self.c.pick(['0, 1', '-2, -3', '1, 2'])}).contiguous()")
+            if self.c.flag(50):
+                out = self.set("flat", f"{out}.flatten(-2)")
         if self.c.flag(30):
             self.outputs.append(x)
         self.outputs.append(out)
@@ -503,6 +516,20 @@ class ProgramBuilder:
             scaled = self.set("scaled", f"{scaled}.to(torch.bfloat16)")
         return self.set("q8_", f"{scaled}.to(torch.{fp8})")
 
+    def quantise_groups(self, x: str) -> str:
+        """FP8 values and a scale for each group of elements of a head; the scales become an output."""
+        c = self.c
+        size = c.pick([self.dim, self.dim // 2])
+        least, limit = c.pick([1e-4, 1e-10]), 448.0 if c.flag(85) else 240.0
+        groups = self.set("groups", f"{x}.float().unflatten(-1, (-1, {size}))")
+        scales = self.set("scales", f"{groups}.abs().amax(-1, keepdim=True).clamp(min={least}) / {limit}")
+        if c.flag(30):
+            scales = self.set("scales", f"torch.exp2(torch.ceil(torch.log2({scales})))")
+        scaled = f"{groups} / {scales}" if c.flag(60) else f"{groups} * (1.0 / {scales})"
+        values = self.set("values", f"({scaled}).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).flatten(-2)")
+        self.outputs.append(self.set("scales", f"{scales}.squeeze(-1)"))
+        return values
+
     # cache writes
 
     def write_caches(self, k: str, v: str, k_before: str) -> None:
@@ -554,7 +581,10 @@ class ProgramBuilder:
                 order = None
                 if c.flag(10) and layout in ("paged", "static"):
                     order = (0, 2, 1, 3)
-                caches.append(self.take(f"{name}_{part}", shape, cache_dtype, "cache", order=order))
+                taken = self.take(f"{name}_{part}", shape, cache_dtype, "cache", order=order)
+                caches.append(taken)
+            if self.v_dim == self.dim and c.flag(8) and not any(self.inputs[cache].order for cache in caches):
+                self.inputs[caches[1]] = replace(self.inputs[caches[1]], beside=caches[0])
         if c.flag(6):  # the cache that is written is not the one that came in
             caches[0] = self.set("copied", f"{caches[0]}.clone()")
             self.outputs.append(caches[0])
@@ -623,8 +653,12 @@ class ProgramBuilder:
         return self.write_flat(cache, rows, slots, spelling)
 
     def write_flat(self, cache: str, rows: str, slots: str, spelling: str) -> None:
+        c = self.c
         if spelling in ("copy", "scatter") and self.cache_dtype.itemsize == 1:  # no FP8 code in index_copy and scatter
             cache, rows = f"{cache}.view(torch.uint8)", self.set("rows", f"{rows}.view(torch.uint8)")
+        elif self.cache_dtype.itemsize > 1 and c.flag(6):
+            bits = {2: "int16", 4: "int32"}[self.cache_dtype.itemsize]
+            cache, rows = f"{cache}.view(torch.{bits})", self.set("rows", f"{rows}.view(torch.{bits})")
         if spelling == "copy":
             self.lines.append(f"{cache}.index_copy_(0, {slots}.long(), {rows})")
         elif spelling == "scatter":
