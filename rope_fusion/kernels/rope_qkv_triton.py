@@ -550,7 +550,7 @@ class LaunchRule(NamedTuple):
 LAUNCH_TABLE = (
     LaunchRule(up_to=16, tokens=1, elements=1024, steps=1, warps=4),
     LaunchRule(up_to=128, tokens=2, elements=512, steps=1, warps=4),
-    LaunchRule(up_to=512, tokens=2, elements=512, steps=2, warps=4),
+    LaunchRule(up_to=512, tokens=4, elements=256, steps=2, warps=4),
     LaunchRule(up_to=4096, tokens=2, elements=512, steps=2, warps=2),
     LaunchRule(up_to=float("inf"), tokens=1, elements=512, steps=4, warps=1),
 )
