@@ -7,7 +7,6 @@ of a packed q, the gathered rows of a joined cos/sin table) a node is added for 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,16 +18,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from rope_fusion._torch import OPAQUE_TYPE, stable_topological_sort
 from rope_fusion.canonical.emitter import Emitter
+from rope_fusion.canonical.engine_caches import EngineCaches, Refused
 from rope_fusion.canonical.functional import CallReader, InPlaceCall, functional_target
 from rope_fusion.canonical.graph_views import (
-    SCATTERS,
-    SPLITS,
-    VIEWS,
-    Region,
     live_nodes,
-    root_of,
     size_arguments,
-    view_steps,
 )
 from rope_fusion.canonical.in_place import Functionalised, OrderOfEffects, functionalise
 from rope_fusion.canonical.layer_writes import known_layer
@@ -82,10 +76,6 @@ class EngineFindings:
             graph.erase_node(node)
 
 
-class _Refused(Exception):
-    """A call is left alone; the message says why."""
-
-
 def find_engine_ops(graph: Graph, fake_mode: Any, exact: bool) -> EngineFindings:
     """Read every engine operator of `graph`. Adds nodes, and changes which equal value some nodes read.
 
@@ -122,6 +112,7 @@ class _Finder:
         self._found._in_place = raw
         self._found.near_misses += raw.refusals
         reader = self._found._reader = CallReader(self._graph, self._emit, self._fake_mode, mutable)
+        self._caches = EngineCaches(reader, self._emit, self._found.written)
         calls = reader.read()
         read_by_value = [call for call in calls if call.target._schema.name not in _CACHE_WRITERS]
         reader.resolve_reads(read_by_value)
@@ -137,7 +128,7 @@ class _Finder:
     def _try(self, node: Node, read: Callable[[_Finder, Any], None], call: Any) -> None:
         try:
             read(self, call)
-        except _Refused as refusal:
+        except Refused as refusal:
             self._found.near_misses.append(f"{node.name} was left alone: {refusal}")
 
     # rotations
@@ -164,7 +155,7 @@ class _Finder:
         """FlashInfer's and SGLang's rotation of q and k into q_rope and k_rope."""
         arguments = call.arguments
         if arguments.get("k_buffer") is not None:
-            raise _Refused("it stores k and v itself, so that nothing is left to fuse with it")
+            raise Refused("it stores k and v itself, so that nothing is left to fuse with it")
         for name in ("q", "k"):
             x = arguments[name]
             self._rotation(
@@ -184,7 +175,7 @@ class _Finder:
         arguments = call.arguments
         width, rope_dim = arguments["cos_sin_cache"].meta["val"].shape[-1], arguments.get("rope_dim", 0)
         if rope_dim not in (0, width):
-            raise _Refused(f"rope_dim={rope_dim} is not the width of its cos/sin cache, {width}")
+            raise Refused(f"rope_dim={rope_dim} is not the width of its cos/sin cache, {width}")
         for name in ("q", "k"):
             x = arguments[name]
             self._rotation(
@@ -237,24 +228,22 @@ class _Finder:
         value, rows, places = x.meta["val"], table.meta["val"], positions.meta["val"]
         width = rows.shape[-1]
         if self._exact:
-            raise _Refused("how an engine's rotation rounds cannot be seen, which exact numerics would need")
+            raise Refused("how an engine's rotation rounds cannot be seen, which exact numerics would need")
         if rows.dim() != 2 or not isinstance(width, int) or width % 2:
             symbolic = "" if isinstance(width, int) else "; mark only tokens as dynamic"
-            raise _Refused(
+            raise Refused(
                 f"its cos/sin cache has shape {tuple(rows.shape)}; [positions, even rotary_dim] is known{symbolic}"
             )
         if not isinstance(head_size, int) or start < 0 or start + width > head_size:
-            raise _Refused(f"{width} rotated elements from {start} on do not fit heads of {head_size}")
+            raise Refused(f"{width} rotated elements from {start} on do not fit heads of {head_size}")
         if places.dtype not in INDEX_DTYPES or places.dim() not in (1, 2):
-            raise _Refused(
-                f"its positions are {places.dtype} of {places.dim()} dims; int32 or int64 of 1 or 2 is known"
-            )
+            raise Refused(f"its positions are {places.dtype} of {places.dim()} dims; int32 or int64 of 1 or 2 is known")
         lead = places.dim()
         if value.dim() not in (lead + 1, lead + 2) or any(map(_differ, value.shape[:lead], places.shape)):
-            raise _Refused(f"positions {tuple(places.shape)} do not say where the rows of {tuple(value.shape)} stand")
+            raise Refused(f"positions {tuple(places.shape)} do not say where the rows of {tuple(value.shape)} stand")
         last = value.shape[-1]
         if not isinstance(last, int) or (last != head_size if value.dim() == lead + 2 else last % head_size):
-            raise _Refused(f"its last dim {last} does not hold whole heads of {head_size}")
+            raise Refused(f"its last dim {last} does not hold whole heads of {head_size}")
         cos_sin = self._emit.call(aten.index.Tensor, table, [positions])
         cos_sin = self._emit.call(aten.unsqueeze.default, cos_sin, lead)
         heads = self._heads(x, head_size, lead)
@@ -298,7 +287,7 @@ class _Finder:
     def _reshape(self, x: Node, shape: Sequence[Any]) -> Node:
         sizes = size_arguments(self._emit, shape, x)
         if sizes is None:
-            raise _Refused(f"the sizes {tuple(shape)} cannot be expressed in the graph")
+            raise Refused(f"the sizes {tuple(shape)} cannot be expressed in the graph")
         return self._emit.call(aten.reshape.default, x, sizes)
 
     def _output(self, call: Node, out: Node) -> None:
@@ -312,15 +301,15 @@ class _Finder:
         value, result = x.meta["val"], out.meta["val"]
         group = arguments.get("group_shape")
         if group is not None and list(group) not in PER_TENSOR:
-            raise _Refused(f"it quantises in groups of {list(group)}, not per tensor")
+            raise Refused(f"it quantises in groups of {list(group)}, not per tensor")
         if not all(is_one(size) for size in scale.meta["val"].shape):
-            raise _Refused(f"its scale has shape {tuple(scale.meta['val'].shape)}, one element is known")
+            raise Refused(f"its scale has shape {tuple(scale.meta['val'].shape)}, one element is known")
         if result.dtype not in FP8_DTYPES:
-            raise _Refused(f"it quantises to {result.dtype}")
+            raise Refused(f"it quantises to {result.dtype}")
         if out.target is not operator.getitem:
-            raise _Refused("its result is a part of a larger buffer")
+            raise Refused("its result is a part of a larger buffer")
         if result.dim() != value.dim() or not all(map(equal, result.shape, value.shape)):
-            raise _Refused(f"its result {tuple(result.shape)} and input {tuple(value.shape)} differ in shape")
+            raise Refused(f"its result {tuple(result.shape)} and input {tuple(value.shape)} differ in shape")
         if self._exact:  # the kernel multiplies by the rounded reciprocal
             scale = self._emit.call(aten.reciprocal.default, scale)
         self._found.quantisations.append(
@@ -352,7 +341,7 @@ class _Finder:
         """K in pieces of x elements, [blocks, heads, dim / x, places, x], and V as [blocks, heads, dim, places]."""
         arguments = call.arguments
         if arguments.get("interleaved_v"):
-            raise _Refused("it stores V interleaved")
+            raise Refused("it stores V interleaved")
         self._pair_write(
             call,
             stored={"key_cache": (arguments["key"], "n h d/ p /d"), "value_cache": (arguments["value"], "n h d p")},
@@ -367,7 +356,7 @@ class _Finder:
         for name in ("k", "v"):
             stored, cache = arguments[name], call.tensor(f"{name}_cache")
             if cache is None or stored.meta["val"].dtype != cache.meta["val"].dtype:
-                raise _Refused(f"what it stores has another dtype than its {name}_cache, which it takes for bytes")
+                raise Refused(f"what it stores has another dtype than its {name}_cache, which it takes for bytes")
         self._pair_write(
             call,
             stored={"k_cache": (arguments["k"], "p (hd)"), "v_cache": (arguments["v"], "p (hd)")},
@@ -391,15 +380,15 @@ class _Finder:
         """One row per token: the compressed kv, then the rotated k. For us V and K of one head, at columns of the row."""
         arguments = call.arguments
         if arguments.get("skip_scale"):
-            raise _Refused("skip_scale is set")
+            raise Refused("skip_scale is set")
         kv_c, k_pe = arguments["kv_c"], arguments["k_pe"]
         rank, width = kv_c.meta["val"].shape[-1], k_pe.meta["val"].shape[-1]
-        base, layout = self._place(call, "kv_cache", "n p d")
+        base, layout = self._caches.place(call, "kv_cache", "n p d")
         if "d" not in layout.split() or not isinstance(rank, int) or not isinstance(width, int):
-            raise _Refused("its kv_cache is a part of wider rows")
+            raise Refused("its kv_cache is a part of wider rows")
         if k_pe.meta["val"].dim() == 3 and not is_one(k_pe.meta["val"].shape[1]):
-            raise _Refused(f"its k_pe {tuple(k_pe.meta['val'].shape)} has more than one head")
-        previous, result = self._results(call, {"kv_cache": base})["kv_cache"]
+            raise Refused(f"its k_pe {tuple(k_pe.meta['val'].shape)} has more than one head")
+        previous, result = self._caches.results(call, {"kv_cache": base})["kv_cache"]
         between = self._emit.call(aten.alias.default, base)  # the value between both writes, which nobody reads
         for value, columns, before, after in (
             (k_pe, f"d[{rank}:{rank + width}]", previous, between),
@@ -427,8 +416,8 @@ class _Finder:
         kind: str,
     ) -> None:
         """The write of K and V that one call makes, as two records that only go together."""
-        places = {name: self._place(call, name, axes) for name, (_, axes) in stored.items()}
-        results = self._results(call, {name: base for name, (base, _) in places.items()})
+        places = {name: self._caches.place(call, name, axes) for name, (_, axes) in stored.items()}
+        results = self._caches.results(call, {name: base for name, (base, _) in places.items()})
         for name, (value, _) in stored.items():
             base, layout = places[name]
             previous, result = results[name]
@@ -458,10 +447,10 @@ class _Finder:
         scale: Node | None,
     ) -> None:
         if slots.meta["val"].dim() != 1 or slots.meta["val"].dtype not in INDEX_DTYPES:
-            raise _Refused(f"its slots are {slots.meta['val'].dtype} of {slots.meta['val'].dim()} dims")
+            raise Refused(f"its slots are {slots.meta['val'].dtype} of {slots.meta['val'].dim()} dims")
         axes = {2: "t (hd)", 3: "t h d"}.get(value.meta["val"].dim())
         if axes is None:
-            raise _Refused(f"what it stores has shape {tuple(value.meta['val'].shape)}")
+            raise Refused(f"what it stores has shape {tuple(value.meta['val'].shape)}")
         self._found.writes.append(
             CacheWrite(
                 node=result,
@@ -489,19 +478,19 @@ class _Finder:
         dtype = base.meta["val"].dtype
         if kind == "auto":
             if dtype.itemsize == 1:
-                raise _Refused(f'its cache is {dtype}, but kv_cache_dtype="auto" does not say what the bytes hold')
+                raise Refused(f'its cache is {dtype}, but kv_cache_dtype="auto" does not say what the bytes hold')
             return None
         if kind not in FP8_KINDS:
-            raise _Refused(f"kv_cache_dtype={kind!r} is not known; auto, {', '.join(FP8_KINDS)} are")
+            raise Refused(f"kv_cache_dtype={kind!r} is not known; auto, {', '.join(FP8_KINDS)} are")
         fp8 = FP8_KINDS[kind]
         if dtype not in (torch.uint8, fp8):
-            raise _Refused(f"its cache is {dtype}, but kv_cache_dtype={kind!r}")
+            raise Refused(f"its cache is {dtype}, but kv_cache_dtype={kind!r}")
         if self._exact:
-            raise _Refused("how an engine's cache write rounds to FP8 cannot be seen, which exact numerics would need")
+            raise Refused("how an engine's cache write rounds to FP8 cannot be seen, which exact numerics would need")
         assert scale is not None
         scales = scale.meta["val"]
         if scales.dtype != torch.float32 or not all(is_one(size) for size in scales.shape):
-            raise _Refused(f"a cache scale is {scales.dtype} of shape {tuple(scales.shape)}; one float32 is known")
+            raise Refused(f"a cache scale is {scales.dtype} of shape {tuple(scales.shape)}; one float32 is known")
         return Fp8Quantisation(
             out=result,
             x=value,
@@ -511,104 +500,6 @@ class _Finder:
             scale_dtype=torch.float32,
             nodes=frozenset(),
         )
-
-    def _place(self, call: InPlaceCall, name: str, axes: str) -> tuple[Node, str]:
-        """The whole cache that the argument `name` is a view of, and the layout that the view has in it."""
-        view = call.tensor(name)
-        if view is None:
-            raise _Refused(f"it has no {name}")
-        base = call.base.get(name)
-        path: list[Node] = []
-        node = view
-        while node is not base and node.op == "call_function":
-            source = node.args[0] if node.args else None
-            if node.target is operator.getitem and isinstance(source, Node) and source.target in SPLITS:
-                path.append(node)
-                source = source.args[0]
-            elif node.target in VIEWS:
-                path.append(node)
-            if not isinstance(source, Node) or (base is None and (not path or path[-1] is not node)):
-                break
-            node = source
-        if node.op not in ("placeholder", "get_attr"):
-            raise _Refused(f"its {name} is no input of the graph, nor a view of one")
-        if not path:
-            return node, axes
-        assert self._found._reader is not None
-        region = self._found._reader.region(node, view)
-        layout = _layout_in(node.meta["val"], region, axes) if region is not None else None
-        if layout is None:
-            raise _Refused(f"its {name} is a view of {node.name} that no layout describes")
-        return node, layout
-
-    def _results(self, call: InPlaceCall, bases: dict[str, Node]) -> dict[str, tuple[Node, Node]]:
-        """For each written cache the value of its whole base before and after that write."""
-        if len({*bases.values()}) < len(bases):
-            return self._joint_results(call, bases)
-        results = {}
-        for name, base in bases.items():
-            if call.form == "v2":
-                results[name] = (base, call.new_base[name])
-            elif call.before[name] is base:
-                results[name] = (base, call.after[name])
-            else:
-                new, scatter = self._written_into(call.after[name], base, call.before[name])
-                if scatter is not None and root_of(scatter.args[0]) is not base:
-                    raise _Refused(f"its {name} is written more than once")
-                results[name] = (base, new)
-        return results
-
-    def _joint_results(self, call: InPlaceCall, bases: dict[str, Node]) -> dict[str, tuple[Node, Node]]:
-        """Likewise for two caches in one buffer. No node need hold the value between the writes: one is made, which nobody reads."""
-        first, last = bases
-        base = bases[first]
-        if len(bases) != 2 or bases[last] is not base:
-            raise _Refused("its caches overlap in part")
-        if call.form == "v2":
-            new = call.new_base[last]
-        else:
-            scatters = {name: self._scatter(call.after[name]) for name in bases}
-            if root_of(scatters[first].args[0]) is scatters[last]:
-                first, last = last, first
-            if root_of(scatters[first].args[0]) is not base or root_of(scatters[last].args[0]) is not scatters[first]:
-                raise _Refused("its writes to one buffer do not follow one another")
-            node = scatters[first]
-            while node is not scatters[last]:
-                if len(node.users) != 1:
-                    raise _Refused("its buffer is read between its two writes")
-                (node,) = node.users
-            new, _ = self._written_into(call.after[last], base, call.before[last])
-            self._found.written.update(scatters.values())
-        between = self._emit.call(aten.alias.default, base)
-        return {first: (base, between), last: (between, new)}
-
-    @staticmethod
-    def _scatter(value: Node) -> Node:
-        """The scatter that writes `value`, seen through views, into a larger tensor."""
-        node = value
-        while len(node.users) == 1:
-            (user,) = node.users
-            if user.target in SCATTERS and user.args[1] is node:
-                return user
-            if user.target not in VIEWS:
-                break
-            node = user
-        raise _Refused("a view of its cache is read directly after the write")
-
-    @staticmethod
-    def _written_into(value: Node, base: Node, view: Node) -> tuple[Node, Node | None]:
-        """`base` once `value` is written to `view` of it, by the inverse of each view; and the scatter among those."""
-        node, scatter = value, None
-        for _ in view_steps(base, view):
-            if len(node.users) != 1:
-                raise _Refused("a view of its cache is read directly after the write")
-            (user,) = node.users
-            if user.target in SCATTERS and user.args[1] is node:
-                scatter = user
-            elif user.target not in VIEWS:
-                raise _Refused("a view of its cache is read directly after the write")
-            node = user
-        return node, scatter
 
     # writes by the name of a layer
 
@@ -622,18 +513,18 @@ class _Finder:
         self, node: Node, target: torch._ops.OpOverload, key: Any, value: Any, layer: Any, fused_by_engine: bool
     ) -> None:
         if key.meta["val"].dim() != 3 or value.meta["val"].dim() != 3:
-            raise _Refused("its key and value are not [tokens, heads, head_size]")
+            raise Refused("its key and value are not [tokens, heads, head_size]")
         if takes_opaque_layer(target) and OPAQUE_TYPE is None:
-            raise _Refused("this torch has no opaque types, in which its layer's name comes")
+            raise Refused("this torch has no opaque types, in which its layer's name comes")
         name = target._schema.name.split("::")[0]
         provider = cache_provider(name)
         if provider is None:
-            raise _Refused(
+            raise Refused(
                 f"its cache is known only by a layer's name, and no cache provider is registered for {name!r} "
                 f"(rope_fusion.engines.register_cache_provider; rope_fusion.vllm has the one for vLLM)"
             )
         if (sentence := provider.refusal(known_layer(layer))) is not None:
-            raise _Refused(sentence)
+            raise Refused(sentence)
         self._found.layer_writes.append(
             LayerWrite(
                 node=node,
@@ -650,31 +541,6 @@ class _Finder:
 def _differ(first: Any, second: Any) -> bool:
     """Whether sizes that an operator takes for the same are known to be others. Often nobody told the compiler that they are the same."""
     return statically_known_true(first != second)
-
-
-def _layout_in(base: torch.Tensor, region: Region, axes: str) -> str | None:
-    """The layout string of a view whose dims are `axes`, as dims of the base it lies in; None where it is no such view."""
-    strides = [math.prod(base.shape[at + 1 :]) for at in range(base.dim())]
-    tokens: list[str] = []
-    left = dict(zip(axes.split(), zip(region.sizes, region.strides, strict=True), strict=True))
-    offset = region.offset
-    for size, stride in zip(base.shape, strides, strict=True):
-        index = offset // stride
-        offset = offset - index * stride
-        name = next((n for n, (_, s) in left.items() if equal(s, stride)), None)
-        if name is None:
-            if not isinstance(index, int):
-                return None
-            tokens.append(str(index))
-            continue
-        count, _ = left.pop(name)
-        if equal(count, size) and equal(index, 0):
-            tokens.append(name)
-        elif name == "d" and isinstance(index, int) and isinstance(count, int):
-            tokens.append(f"d[{index}:{index + count}]")
-        else:
-            return None
-    return " ".join(tokens) if not left and equal(offset, 0) else None
 
 
 _KNOWN: dict[str, Any] = {
