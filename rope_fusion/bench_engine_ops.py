@@ -87,7 +87,8 @@ def _stored(value, scale, LIMIT: tl.constexpr):
     """The value as the cache holds it; LIMIT is 0 where nothing is quantised."""
     if LIMIT == 0:
         return value
-    return tl.minimum(tl.maximum(value.to(tl.float32) / tl.load(scale), -LIMIT), LIMIT)
+    else:
+        return tl.minimum(tl.maximum(value.to(tl.float32) / tl.load(scale), -LIMIT), LIMIT)
 
 
 @triton.jit

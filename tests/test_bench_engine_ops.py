@@ -51,6 +51,31 @@ print(compare_schemas())
     assert in_a_process("-c", program).split("\n")[:2] == ["True True", "[]"]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="compiled, not interpreted")
+@pytest.mark.parametrize("kernel", ["_rotate", "_quantise", "_store"])
+def test_kernels_compile_for_a_gpu_that_is_not_here(kernel):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rope_fusion import bench_engine_ops
+
+    function = getattr(bench_engine_ops, kernel)
+    options = {"START": 0, "HALF": 32, "BLOCK": 512, "HEADS": 16, "NEOX": True, "INVERSE": True, "DIM": 64}
+    options["MATH"] = triton.language.bfloat16
+    pointers = {"positions": "*i64", "slots": "*i64", "scale": "*fp32", "k_scale": "*fp32", "v_scale": "*fp32"}
+    pointers |= dict.fromkeys(("q", "k", "table", "key", "value", "x"), "*bf16")
+    for fp8 in (False, True):
+        options["LIMIT"] = 448.0 if fp8 else 0.0
+        stored = "*fp8e4nv" if fp8 or kernel == "_quantise" else "*bf16"
+        pointers |= dict.fromkeys(("result", "key_cache", "value_cache"), stored)
+        names = function.arg_names
+        signature = {name: "constexpr" if name in options else pointers.get(name, "i32") for name in names}
+        constants = {(names.index(name),): value for name, value in options.items() if name in names}
+        source = ASTSource(function, signature, constexprs=constants)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     from interpreter import exact_arithmetic
