@@ -211,7 +211,8 @@ def _narrow_results(graph: Graph, fake_mode: Any) -> None:
         if node.kwargs["out_dtype"] != torch.float32:
             continue
         outputs = [user for user in node.users if user in live and user.args[1] in (0, 1)]
-        dtype = node.kwargs["q"].meta["val"].dtype
+        q = node.kwargs["q"] if node.target is auto_functionalized else node.args[0]
+        dtype = q.meta["val"].dtype
         found = [_only_rounded(output, dtype, live) for output in outputs]
         if dtype == torch.float32 or not outputs or any(chains is None for chains in found):
             continue

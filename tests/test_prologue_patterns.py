@@ -272,6 +272,19 @@ def test_q_is_returned_rounded_where_an_unrounded_k_is_quantised(also_read):
         assert differ.float().mean() < 0.01  # contraction decides near ties; rounding first moves 1.3 %
 
 
+def test_k_is_returned_rounded_where_an_unrounded_q_is_quantised_and_nothing_is_cached():
+    def program(kw):
+        cos, sin = kw["table"][kw["positions"]].chunk(2, -1)
+        q, k = rope_half(kw["q"].float(), cos, sin), rope_half(kw["k"], cos, sin)
+        return to_fp8(q, kw["scale"]).float(), k
+
+    a = arguments()
+    result = compiled(program, a)
+    assert result.hits == {"rope_static_q_fp8": 1}
+    assert result.count("convert_element_type") == 1  # of the FP8 values
+    torch.testing.assert_close(result.outputs[1], program(a)[1], rtol=2**-7, atol=2**-7)  # one bf16 step
+
+
 # Near misses: nothing of the kind may be rewritten as if it were the real thing.
 
 
