@@ -147,3 +147,14 @@ def test_exact_numerics_leave_a_complex_product_alone_also_where_its_cos_and_sin
     assert not outcome.hits
     assert any("a complex product" in sentence for sentence in outcome.reports[0].near_misses)
     assert outcome.reports[0].rotations == 1
+
+
+def test_an_unrounded_q_is_quantised_where_no_cache_is_written() -> None:
+    def program(q, k, cos, sin, scale):
+        wide = rotate(q.float(), cos, sin)
+        q8 = (wide / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return q8, rotate(k.float(), cos, sin).to(torch.bfloat16)
+
+    q, k, cos, sin = map(torch.randn, [*[(3, 2, 8)] * 2, *[(3, 1, 4)] * 2])
+    outcome = check(program, q.bfloat16(), k.bfloat16(), cos, sin, torch.tensor(0.05))
+    assert outcome.hits == {"rope_static_q_fp8": 1}
