@@ -29,6 +29,7 @@ from rope_fusion.canonical.kv_cache import find_cache_writes
 from rope_fusion.canonical.layer_writes import finish_layer_writes
 from rope_fusion.canonical.layout import VIEW_TARGETS
 from rope_fusion.canonical.operators import CANONICAL, rotary_qk
+from rope_fusion.canonical.pair_views import separate_pair_views
 from rope_fusion.canonical.rotary import explain_near_misses, find_rotations
 from rope_fusion.capability import GateContext
 from rope_fusion.catalog import CatalogEntry, load_patterns
@@ -93,6 +94,7 @@ class FusionPass(CustomGraphPass):
             report.gate(entry.name, verdict)
             if verdict is None:
                 entries.append(entry)
+        separate_pair_views(graph, Emitter(graph, fake_mode))
         engine = find_engine_ops(graph, fake_mode, self.options.numerics == "exact")
         rotations = find_rotations(graph)
         for sentence in explain_near_misses(graph, rotations):

@@ -124,6 +124,36 @@ def test_engine_operators_and_plain_torch_meet(rope, quant, write, form):
     check(layer, list(given.values()), {name: 1}, **form_settings(form))
 
 
+def merge_reshapes(graph: torch.fx.Graph) -> None:
+    """As vLLM's NoOpEliminationPass, before our pass."""
+    reshapes = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)
+    for node in graph.nodes:
+        if node.target in reshapes and node.args[0].target in reshapes:
+            node.update_arg(0, node.args[0].args[0])
+    graph.eliminate_dead_code()
+
+
+@pytest.mark.parametrize("v2", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_interleaved_pairs_whose_views_were_merged_with_those_of_heads(v2, dynamic):
+    def turned(x, cos, sin):
+        first, second = x[..., ::2], x[..., 1::2]
+        return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+
+    def layer(x, positions, table, k_cache, v_cache, slots, scale):
+        q, k, v = split_columns(x)
+        cos, sin = (part.unsqueeze(-2) for part in table[positions].chunk(2, -1))
+        q, k = (turned(part.view(part.shape[0], -1, DIM), cos, sin).view(part.shape) for part in (q, k))
+        store(k, v, k_cache, v_cache, slots, "auto", scale)
+        return q * 1
+
+    args = list(arguments().values())
+    if dynamic:
+        for at in (0, 1, 5):
+            torch._dynamo.mark_dynamic(args[at], 0)
+    check(layer, args, {"rope_kv": 1}, v2=v2, transform=merge_reshapes)
+
+
 def test_static_query_pattern_outranks_and_each_gate_is_told(monkeypatch):
     from rope_fusion import catalog
 
