@@ -34,4 +34,4 @@ def separate_pair_views(graph: Graph, emitter: Emitter) -> None:
             continue
         sizes = size_arguments(emitter, [*shape[:-2], width], pairs)
         if sizes is not None:
-            node.update_arg(0, emitter.call(node.target, pairs, sizes))  # type: ignore[arg-type]
+            node.update_arg(0, emitter.call(node.target, pairs, sizes))
