@@ -20,6 +20,7 @@ import rope_fusion
 from rope_fusion.bench_timing import count_of, launches, needs_gpu, ours, own_processes
 
 PROMPT, ROOM = 7, 128
+MISSING = "transformers is not installed: pip install transformers"
 ERROR = 2**-5  # a few steps of bf16 at the size of the largest logit
 
 
@@ -36,13 +37,21 @@ class Measurement:
 
 def skipped(device: str) -> str | None:
     """Without transformers, or without a GPU."""
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed: pip install transformers"
-    return needs_gpu(device)
+    return needs_gpu(device) if _installed() else MISSING
+
+
+def _installed() -> bool:
+    return importlib.util.find_spec("transformers") is not None
 
 
 def benchmark(device: str, quick: bool = False) -> list[Measurement]:
-    """Count in processes of their own, since a profiler may slow down what its process measures later."""
+    """Count in processes of their own, since a profiler may slow down what its process measures later.
+
+    Raises:
+        RuntimeError: transformers is not installed.
+    """
+    if not _installed():
+        raise RuntimeError(MISSING)
     with own_processes(1) as pool:
         return [pool.submit(_measure, with_us, device).result() for with_us in (False, True)]
 
