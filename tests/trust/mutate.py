@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 from rope_fusion._torch import detect_fake_mode
 from trust.choices import Choices
-from trust.differential import Captured, copy_graph
+from trust.differential import Captured, copy_with_nodes
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -37,20 +37,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 
 def mutate(call: Captured, choices: Choices, tries: int = 40) -> tuple[Captured, str] | None:
     """A copy of a captured graph with one node perturbed, and what was done to it; None where nothing found can run."""
+    nodes = [n for n in call.graph.graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
+    if not nodes:
+        return None
     for _ in range(tries):
         if call.graph.meta.get("specialised"):
             return None
-        made = copy_graph(call.graph)
-        nodes = [n for n in made.graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
-        if not nodes:
-            return None
-        node = choices.pick(nodes)
-        options = list(_perturbations(node, choices))
+        original = choices.pick(nodes)
+        options = list(_perturbations(original, choices))
         if not options:
             continue
         target, args, kwargs, what = choices.pick(options)
-        before = str(node.format_node())
-        node.target, node.args, node.kwargs = target, args, kwargs
+        made, copies = copy_with_nodes(call.graph)
+        node, before = copies[original], str(original.format_node())
+        node.target, (node.args, node.kwargs) = target, map_arg((args, kwargs), copies.__getitem__)
         try:
             sensible = refresh(made, node)
         except Specialised:
