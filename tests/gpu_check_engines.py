@@ -118,6 +118,10 @@ def compare(
             trouble = difference((result.outputs[index], own[index]), (expected[index], eager[index]))
             outcome.equal += not trouble
             outcome.trouble += trouble
+    except torch.AcceleratorError:
+        raise RuntimeError(
+            f"{form} {what}\n{traceback.format_exc()}"
+        ) from None  # nothing runs in this process any more
     except Exception:
         outcome.trouble += traceback.format_exc(limit=-4)
     return outcome
@@ -270,12 +274,19 @@ def compiled(function: Callable[..., Any], v2: bool, report: Report, kernels: st
 
 def check_all(device: str, processes: int) -> int:
     """Print what was found; how many programs are not as they should be."""
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # of the workers, so that an error is raised where it occurs
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    outcomes: list[Outcome] = []
+    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(check_generated, v2, device) for v2 in (True, False)]
         futures += [pool.submit(check_product, *which, device) for which in itertools.product(LAYOUTS, KINDS)]
         futures.append(pool.submit(check_programs, device))
-        outcomes = [outcome for future in futures for outcome in future.result()]
+        for future in futures:
+            try:
+                outcomes += future.result()
+            except Exception as error:
+                outcomes.append(Outcome("", "a process", 1, 0, 0, 0, str(error)))
+    del os.environ["CUDA_LAUNCH_BLOCKING"]
 
     def counts(chosen: list[Outcome]) -> list[int]:
         return [sum(getattr(o, name) for o in chosen) for name in ("cases", "expected", "hits", "equal")]
@@ -307,36 +318,46 @@ def check_all(device: str, processes: int) -> int:
     print(
         f"product: {total[0]} cases, {total[1]} hits, {total[2]} equal; {len(bad)} of {len(outcomes)} programs failed"
     )
-    for outcome in bad[:12]:
-        print(f"\n{outcome.form} {outcome.what}: {outcome.trouble[:1500]}", flush=True)
+    for outcome in bad[:6]:
+        print(f"\n{outcome.form} {outcome.what}: {outcome.trouble[:400]}\n…\n{outcome.trouble[-2500:]}", flush=True)
     return len(bad)
 
 
 # Times.
 
 
-def prologues(xs: list[Tensor], positions: Tensor, table: Tensor, slots: Tensor, scale: Tensor, caches: list[Tensor]):
-    """The engine operators of some layers, on packed buffers; a model's are results of its projection.
+@torch.library.custom_op("rope_fusion_check::copied", mutates_args=())
+def copied(x: Tensor) -> Tensor:
+    """A packed buffer as a projection leaves it: one of its own that nothing fuses into."""
+    return x.clone()
 
-    vLLM's rotary layer casts its whole float32 table to the query's dtype.
-    """
-    outs = []
-    for packed, cache in zip(xs, caches, strict=True):
-        q, k, v = (packed * 1).split(SIZES, -1)
-        torch.ops._C.rotary_embedding(positions, q, k, HEAD, table.to(q.dtype), True)
-        q8 = torch.empty(q.shape, dtype=FP8, device=q.device)
-        torch.ops._C.static_scaled_fp8_quant(q8, q, scale)
-        k_cache, v_cache = cache.unbind(0)
-        k, v = (part.view(-1, KV_HEADS, HEAD) for part in (k, v))
-        torch.ops._C_cache_ops.reshape_and_cache_flash(k, v, k_cache, v_cache, slots, "fp8", scale, scale)
-        outs.append(q8)
-    return outs
+
+@copied.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def prologue(packed: Tensor, positions: Tensor, table: Tensor, slots: Tensor, scale: Tensor, cache: Tensor) -> Tensor:
+    """The engine operators of one layer; vLLM's rotary layer casts its whole float32 table to the query's dtype."""
+    q, k, v = packed.split(SIZES, -1)
+    torch.ops._C.rotary_embedding(positions, q, k, HEAD, table.to(q.dtype), True)
+    q8 = torch.empty(q.shape, dtype=FP8, device=q.device)
+    torch.ops._C.static_scaled_fp8_quant(q8, q, scale)
+    k_cache, v_cache = cache.unbind(0)
+    k, v = (part.view(-1, KV_HEADS, HEAD) for part in (k, v))
+    torch.ops._C_cache_ops.reshape_and_cache_flash(k, v, k_cache, v_cache, slots, "fp8", scale, scale)
+    return q8
+
+
+def prologues(xs: list[Tensor], positions: Tensor, table: Tensor, slots: Tensor, scale: Tensor, caches: list[Tensor]):
+    """The engine operators of some layers, each on a copy of a packed buffer."""
+    return [prologue(copied(x), positions, table, slots, scale, cache) for x, cache in zip(xs, caches, strict=True)]
 
 
 def decode(x, positions, table, slots, scale, qkv_weights, out_weights, caches):
     """Layers without attention and MLP: projection, engine operators, projection."""
     for qkv, out, cache in zip(qkv_weights, out_weights, caches, strict=True):
-        (q8,) = prologues([x @ qkv], positions, table, slots, scale, [cache])
+        q8 = prologue(x @ qkv, positions, table, slots, scale, cache)
         x = x + q8.to(x.dtype) @ out
     return x
 
@@ -370,8 +391,8 @@ def microseconds(functions: Sequence[Callable[[], Any]], calls: int = 5, rounds:
     return [sorted(own)[rounds // 2] for own in times]
 
 
-def kernels(function: Callable[[], Any]) -> float:
-    """Kernels, copies and fills on the device, for one layer."""
+def kernels(function: Callable[[], Any]) -> list[str]:
+    """Names of the kernels, copies and fills on the device, of all layers."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -379,13 +400,13 @@ def kernels(function: Callable[[], Any]) -> float:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         graph.replay()
         torch.cuda.synchronize()
-    return sum(event.device_type == DeviceType.CUDA for event in profiled.events()) / LAYERS
+    return [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
 
 
 def time_all(
     decode_tokens: Sequence[int] = (1, 64, 256, 2048), tokens: Sequence[int] = (1, 64, 256, 2048, 65536)
 ) -> None:
-    """Plain Inductor and rope_fusion, µs per layer."""
+    """Operators in place, as an engine runs them; plain Inductor; rope_fusion: µs per layer."""
     torch.manual_seed(0)
     wide_table = torch.randn(131072, HEAD, device="cuda")
     table = wide_table.bfloat16()
@@ -416,9 +437,9 @@ def time_all(
         plain = torch.compile(lambda *args: function(*args), options={"enable_auto_functionalized_v2": True})
         for count in counts:
             args = args_of(count)
-            pair = [functools.partial(variant, *args) for variant in (plain, ours)]
+            variants = [functools.partial(variant, *args) for variant in (function, plain, ours)]
             with torch.no_grad():
-                yield count, args, pair, report
+                yield count, args, variants, report
 
     def decode_args(count: int) -> tuple[Any, ...]:
         x = dynamic(torch.randn(count, HIDDEN, dtype=torch.bfloat16, device="cuda"))
@@ -432,22 +453,39 @@ def time_all(
         x, positions, _, *rest = decode_args(count)
         return (x, positions, wide_table, *rest)
 
-    headers = ["tokens", "Inductor µs", "rope_fusion µs", "less", "kernels", "kernels", "hits"]
+    columns = ["in place µs", "Inductor µs", "rope_fusion µs"]
+    headers = [
+        "tokens",
+        *columns,
+        "in place / ours",
+        "Inductor / ours",
+        "kernels: in place",
+        "Inductor",
+        "ours",
+        "hits",
+    ]
+
+    def row(count: int, times: Sequence[float], variants: Sequence[Callable[[], Any]], report: Report) -> list[Any]:
+        ratios = [times[0] / times[2], times[1] / times[2]]
+        return [count, *times, *ratios, *(len(kernels(variant)) / LAYERS for variant in variants), str(report.hits)]
+
     for what, args_of in (("", decode_args), (", and a float32 table that is cast in every step", cast_args)):
-        rows = []
-        for count, _, pair, report in measured(decode, decode_tokens, args_of):
-            theirs, ours = microseconds(pair)
-            rows.append([count, theirs, ours, theirs - ours, *map(kernels, pair), str(report.hits)])
+        rows = [
+            row(count, microseconds(variants), variants, report)
+            for count, _, variants, report in measured(decode, decode_tokens, args_of)
+        ]
         print(f"\na layer with its two projections, in a graph of four{what}")
         print(tabulate(rows, headers, floatfmt=".2f"), flush=True)
     rows = []
-    for count, args, pair, report in measured(prologues, tokens, prologue_args):
-        theirs, ours, copying = microseconds([*pair, lambda args=args: [x * 1 for x in args[0]]])
-        ratio = (theirs - copying) / (ours - copying)
-        rows.append([count, theirs - copying, ours - copying, ratio, *map(kernels, pair), str(report.hits)])
-    headers = ["tokens", "engine operators µs", "fused µs", "times", "kernels", "kernels", "hits"]
+    for count, args, variants, report in measured(prologues, tokens, prologue_args):
+        *times, copying = microseconds([*variants, lambda args=args: [copied(x) for x in args[0]]])
+        rows.append(row(count, [own - copying for own in times], variants, report))
+        if count == 64:
+            names = [sorted({name[:70] for name in kernels(variant)}) for variant in variants]
     print("\nthe engine operators alone; the kernels count a copy of the packed buffer, the times do not")
     print(tabulate(rows, headers, floatfmt=".2f"), flush=True)
+    for what, own in zip(("in place", "Inductor", "rope_fusion"), names, strict=True):
+        print(f"kernels of 64 tokens, {what}: {own}")
 
 
 def main(arguments: Sequence[str] = ()) -> int:
