@@ -903,6 +903,8 @@ def plan_of(
         o.q_fp8,
         (
             *[None if source is None else layouts[source].dtype for source in sources],  # type: ignore[union-attr]
+            need_q,  # of the outputs' pointers, what the variant does not say: one that is None is compiled away
+            k_out,
             *[None if value is None else isinstance(value, int) and value.bit_length() > 31 for value in values],
         ),
         (*values, *variant.constexprs.values()),
