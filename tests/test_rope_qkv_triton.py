@@ -164,3 +164,45 @@ def test_quotients_by_the_reciprocal_clamp_and_keep_nan(scale: float) -> None:
         want = reference(*args, **options)[2]
         got = launched(PreparedCall(args, options))[2]
         assert torch.equal(as_bits(got), as_bits(want))
+
+
+@pytest.mark.parametrize("q_fp8", [None, torch.float8_e4m3fn])
+def test_kernels_for_other_outputs_are_compiled_apart(q_fp8: torch.dtype | None) -> None:
+    """A pointer that is None is compiled away: whatever else calls share, their kernels are kept under keys of their own."""
+    from rope_fusion.kernels.rope_qkv import Target, encoded
+    from rope_fusion.kernels.rope_qkv_triton import plan_of
+
+    options = encoded(
+        interleaved=False,
+        inverse=False,
+        halves_out=False,
+        rotary_dim=16,
+        rotary_start=0,
+        q_fp8=q_fp8,
+        kv_fp8=None,
+        q_scale_value=1.0,
+        k_scale_value=1.0,
+        v_scale_value=1.0,
+        q_scale_multiplies=False,
+        kv_scale_multiplies=False,
+        k_layout="n p h d",
+        v_layout="n p h d",
+        skip_negative_slots=True,
+        math_dtype=torch.float32,
+        out_dtype=torch.bfloat16,
+        exact=False,
+    )
+
+    def layout(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        return x.shape, x.stride(), x.dtype
+
+    head = layout(1, 6, 2, 16)
+    index, cache, table = layout(6, dtype=torch.int64), layout(5, 4, 2, 16), layout(32, 8)
+    tensors = (head, head, head, table, table, index, cache, cache, index, None, None, None, None)
+    plans = [
+        plan_of(options, need_q, need_k, None, Target("cuda", 90), *tensors)
+        for need_q in (True, False)
+        for need_k in (True, False)
+    ]
+    assert len({(id(plan.variant), plan.signature) for plan in plans}) == len(plans)
