@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -239,6 +240,39 @@ def test_the_sampled_check_packs_again():
             compiled(x)
     assert any("without its version counter" in str(warning.message) for warning in caught)
     assert close(compiled(x), module(x))
+
+
+def test_tensors_without_a_version_are_packed_when_told_that_they_are_frozen():
+    with torch.inference_mode():
+        module = layer()
+    harness, x = Harness(assume_frozen=True), tokens()
+    with torch.inference_mode():
+        compiled = harness.compile(module)
+        assert close(compiled(x), module(x))
+    assert packed_products(harness) == 1
+
+
+def test_threads_that_share_a_packed_weight_agree():
+    module, harness, x = layer(), Harness(freshness_interval=0), tokens()
+    compiled = harness.compile(module)
+    compiled(x)
+    for step in range(1, 5):
+        module.scale.fill_(float(step))
+        expected = module(x)
+        barrier = threading.Barrier(4)
+        results: list[Tensor] = []
+
+        def call(barrier: threading.Barrier = barrier, results: list[Tensor] = results) -> None:
+            with torch.no_grad():
+                barrier.wait()
+                results.append(compiled(x))
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(results) == 4 and all(close(result, expected) for result in results)
 
 
 def test_readers_that_pack_and_readers_that_do_not_each_have_their_own_value():

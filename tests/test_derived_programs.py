@@ -16,6 +16,7 @@ from derived_harness import FP8, Harness, QuantisedLinear, inputs
 from torch import Tensor, nn
 
 import rope_fusion
+import rope_fusion.backend  # makes the backend known where the package is not installed
 from rope_fusion.derived import plan
 from rope_fusion.report import Report
 
