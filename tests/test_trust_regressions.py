@@ -158,3 +158,42 @@ def test_an_unrounded_q_is_quantised_where_no_cache_is_written() -> None:
     q, k, cos, sin = map(torch.randn, [*[(3, 2, 8)] * 2, *[(3, 1, 4)] * 2])
     outcome = check(program, q.bfloat16(), k.bfloat16(), cos, sin, torch.tensor(0.05))
     assert outcome.hits == {"rope_static_q_fp8": 1}
+
+
+def test_fp8_bits_are_stored_beside_a_rotated_k_that_is_cast() -> None:
+    def program(q, k, v, cos, sin, k_cache, v_cache, slots):
+        k_cache[slots] = rotate(k, cos, sin).to(torch.float8_e4m3fn)
+        v_cache.view(torch.uint8).index_copy_(0, slots, v.to(torch.float8_e4m3fn).view(torch.uint8))
+        return rotate(q, cos, sin)
+
+    q, k, v, cos, sin, *caches = map(torch.randn, [*[(3, 2, 8)] * 3, *[(3, 1, 4)] * 2, *[(20, 2, 8)] * 2])
+    caches = [cache.to(torch.float8_e4m3fn) for cache in caches]
+    assert check(program, q, k, v, cos, sin, *caches, torch.tensor([1, 7, 4])).hits == {"rope_kv": 1}
+
+
+def test_a_v_that_holds_bits_is_not_written_with_k() -> None:
+    def program(q, k, v, cos, sin, k_cache, v_cache, slots):
+        k_cache[slots] = rotate(k, cos, sin).to(torch.float8_e4m3fn)
+        v_cache.view(torch.uint8).index_copy_(0, slots, v)
+        return rotate(q, cos, sin)
+
+    q, k, cos, sin, *caches = map(torch.randn, [*[(3, 2, 8)] * 2, *[(3, 1, 4)] * 2, *[(20, 2, 8)] * 3])
+    first, second, v = (cache.to(torch.float8_e4m3fn) for cache in caches)
+    check(program, q, k, v[:3].view(torch.uint8), cos, sin, first, second, torch.tensor([1, 7, 4]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.bfloat16, torch.int16), (torch.float32, torch.int32), (torch.float8_e4m3fn, torch.uint8)]
+)
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_cache_seen_as_bits_between_two_writes(dtype: torch.dtype, bits: torch.dtype, joint: bool) -> None:
+    def program(cache, k, slots):
+        seen = cache.view(bits)
+        if joint:
+            seen[0].index_copy_(0, slots, k.view(bits))
+            seen[1].index_copy_(0, slots, k.flip(0).view(bits))
+        else:
+            seen.flatten(0, 1)[slots] = k.view(bits)
+            cache.flatten(0, 1)[1:2] = k[:1]
+
+    check(program, torch.randn(2, 20, 16).to(dtype), torch.randn(3, 16).to(dtype), torch.tensor([1, 7, 4]))

@@ -119,16 +119,17 @@ def earlier(value: StoredValue) -> StoredValue | None:
 
 
 def before_storage(
-    stored: StoredValue, quantisations: Mapping[Node, Fp8Quantisation]
+    stored: StoredValue, cache: torch.dtype, quantisations: Mapping[Node, Fp8Quantisation]
 ) -> tuple[StoredValue, Fp8Quantisation | None, set[Node]]:
-    """What is stored before quantisation or cast to the cache's dtype, and the nodes from there to `stored`."""
+    """What is stored before quantisation or cast to the dtype of the cache, and the nodes from there to `stored`."""
     passed: set[Node] = set()
     value: StoredValue | None = stored
-    as_bytes = False
     while value is not None:
         node = value.node
         quantisation = quantisations.get(node)
         if quantisation is not None:
+            if cache.is_floating_point and cache != quantisation.dtype:
+                break
             dims: Dims | None = value.dims
             shapes = [n.meta["val"].shape for n in (node, quantisation.x)]
             if len(shapes[0]) != len(shapes[1]) or not all(map(equal, *shapes)):
@@ -140,8 +141,8 @@ def before_storage(
         if not isinstance(source, Node):
             break
         if node.target is aten.view.dtype and source.meta["val"].dtype.itemsize == node.meta["val"].dtype.itemsize:
-            as_bytes, value = True, StoredValue(source, value.dims)
-        elif node.target in CONVERSIONS and not as_bytes and _is_storage_cast(source, node):
+            value = StoredValue(source, value.dims)
+        elif node.target in CONVERSIONS and node.meta["val"].dtype == cache and _is_storage_cast(source, node):
             return StoredValue(source, value.dims), None, passed | {node}
         else:
             value = earlier(value)

@@ -571,6 +571,8 @@ class Canonicaliser:
             return False
         if _without_selects(a.layout) != _without_selects(b.layout):
             return False
+        if b.value.meta["val"].dtype not in FLOAT_DTYPES:  # the fused operator would convert it, not store it
+            return False
         if (a.quantisation is None) != (b.quantisation is None):
             return False
         if a.quantisation is not None and b.quantisation is not None:
@@ -622,7 +624,7 @@ class Canonicaliser:
         )
         node = self._emit.call(
             kv_write,
-            k_write.base if v_write is not None else self._new_cache.get(k_write.previous, k_write.previous),
+            k_write.base if v_write is not None else self._cache_before(k_write),
             v_write.base if v_write is not None and not joint else None,
             k,
             v,
@@ -659,14 +661,24 @@ class Canonicaliser:
     def _finish_write(self, write: CacheWrite, new_cache: Node, canonical: Node, whole: bool = True) -> None:
         """Readers of the written cache, whole or through the view that was written, read the new whole cache."""
         if write.node is not write.result:
-            written = self._emit.replay(self._views_of[write.node], new_cache)
+            start = self._seen_as(new_cache, write.previous)
+            written = self._emit.replay(self._views_of[write.node], start)
             if written is new_cache:  # each node takes over one value, or restoring could not tell them apart
                 written = self._emit.call(aten.alias.default, new_cache)
             self._take_over(write.node, written, canonical)
         if whole:
-            self._take_over(write.result, new_cache, canonical)
+            self._take_over(write.result, self._seen_as(new_cache, write.result), canonical)
             self._new_cache[write.result] = new_cache
         self._taken.add(write.node)
+
+    def _cache_before(self, write: CacheWrite) -> Node:
+        """The whole cache that a write goes into, in the dtype in which the graph receives it."""
+        return self._new_cache.get(write.previous) or self._seen_as(write.previous, write.base)
+
+    def _seen_as(self, node: Node, like: Node) -> Node:
+        """`node` in the dtype of `like`, bit by bit: between two writes a cache may be seen as bytes."""
+        dtype = like.meta["val"].dtype
+        return node if node.meta["val"].dtype == dtype else self._emit.call(aten.view.dtype, node, dtype)
 
     def _value(self, node: Node, axes: str, write: CacheWrite, like: Node | None) -> Node:
         """A stored tensor as [batch, sequence, heads, dim], with the batch and sequence of `like`."""

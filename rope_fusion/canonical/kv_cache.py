@@ -191,7 +191,7 @@ def _record(
     found = address(base, write.node, write.view, numbering)
     for source, into in ((found.stored.node, write.node), (write.node, base)):
         _check_dtypes(source.meta["val"].dtype, into.meta["val"].dtype, values=into is write.node)
-    value, quantisation, passed = before_storage(found.stored, quantisations)
+    value, quantisation, passed = before_storage(found.stored, dtype, quantisations)
     return CacheWrite(
         node=write.node,
         base=base,
