@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rope_fusion._torch import empty_strided_cuda
 from rope_fusion.kernels.failures import process_failures
-from rope_fusion.kernels.rope_qkv_triton import Call, Plan, launch, prepare, run
+from rope_fusion.kernels.rope_qkv_triton import Call, Plan, launch, prepare, relaunch, run
 
 
 class Launcher:
@@ -51,17 +51,20 @@ def _repeated(call: Call) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """What the call does, for other tensors of the same layouts on the same device."""
     plan: Plan = call.plan
     sources, device = plan.sources, call.device
-    kinds = [(tuple(out.shape), out.stride(), out.dtype) if out.numel() else None for out in call.outputs]
-    nothing = call.outputs  # stand for the outputs that nobody wants, which hold no memory
-    written = [kind is not None for kind in kinds]
+    # An output that nobody wants holds no memory; the first one stands for all.
+    outputs = [(None if out.numel() else out, tuple(out.shape), out.stride(), out.dtype) for out in call.outputs]
 
     def repeat(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        outputs = tuple(
-            empty if kind is None else empty_strided_cuda(*kind) for kind, empty in zip(kinds, nothing, strict=True)
-        )
-        pointers = [None if source is None else tensors[source] for source in sources]
-        pointers += [out if wanted else None for out, wanted in zip(outputs, written, strict=True)]
-        run(Call(plan, tuple(pointers), device, outputs))  # type: ignore[arg-type]
-        return outputs
+        results = [
+            empty_strided_cuda(shape, stride, dtype) if nothing is None else nothing
+            for nothing, shape, stride, dtype in outputs
+        ]
+        addresses = [None if source is None else tensors[source].data_ptr() for source in sources]
+        addresses += [out.data_ptr() or None for out in results]
+        if not relaunch(plan, device, addresses):
+            pointers = [None if source is None else tensors[source] for source in sources]
+            pointers += [None if not out.numel() else out for out in results]
+            run(Call(plan, tuple(pointers), device, tuple(results)))  # type: ignore[arg-type]
+        return tuple(results)
 
     return repeat

@@ -9,6 +9,7 @@ count, batch or cache size compiles nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from math import gcd
@@ -992,20 +993,33 @@ def run(call: Call) -> None:
     # Triton's own dispatch takes tens of microseconds for this many arguments; what it looks at is in the plan and in
     # the key, so it runs once for each. Addresses spare the launcher a query of each pointer.
     addresses = [None if t is None else t.data_ptr() for t in call.pointers]
-    key: object = device.index
-    if reduce(or_, filter(None, addresses)) % 16:
-        key = (device.index, *[address is None or address % 16 == 0 for address in addresses])
-    runner = plan.runners.get(key)
-    if runner is None and (compiled := variant.compiled.get((key, plan.signature))) is not None:
-        runner = plan.runners[key] = compiled[plan.grid]
-    if runner is not None:
-        runner(*addresses, *plan.tail)
+    if relaunch(plan, device, addresses):
         return
     if reason := refusal(call):
         raise RuntimeError(f"rope_qkv: {reason}")
-    variant.compiled[key, plan.signature] = rope_qkv_kernel[plan.grid](
+    variant.compiled[_alignment(device, addresses), plan.signature] = rope_qkv_kernel[plan.grid](
         *call.pointers, *plan.numbers, **variant.constexprs, **variant.options
     )
+
+
+def _alignment(device: torch.device, addresses: Sequence[int | None]) -> object:
+    """What a compiled kernel takes for granted of addresses: as a rule that all are multiples of 16 bytes."""
+    if reduce(or_, filter(None, addresses)) % 16 == 0:
+        return device.index
+    return (device.index, *[address is None or address % 16 == 0 for address in addresses])
+
+
+def relaunch(plan: Plan, device: torch.device, addresses: Sequence[int | None]) -> bool:
+    """Launch the kernel that was compiled for such a plan and addresses, None where there is no tensor; whether there is one."""
+    key = _alignment(device, addresses)
+    runner = plan.runners.get(key)
+    if runner is None:
+        compiled = plan.variant.compiled.get((key, plan.signature))
+        if compiled is None:
+            return False
+        runner = plan.runners[key] = compiled[plan.grid]
+    runner(*addresses, *plan.tail)
+    return True
 
 
 def launch(
