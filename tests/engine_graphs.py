@@ -178,6 +178,15 @@ def in_place(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+def merge_reshapes(graph: Graph) -> None:
+    """As vLLM's NoOpEliminationPass, before our pass."""
+    reshapes = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)
+    for node in graph.nodes:
+        if node.target in reshapes and node.args[0].target in reshapes:
+            node.update_arg(0, node.args[0].args[0])
+    graph.eliminate_dead_code()
+
+
 def _viewed_from(node: Any) -> Any:
     while node.target in VIEWS:
         node = node.args[0]

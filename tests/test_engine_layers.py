@@ -23,8 +23,9 @@ from engine_cases import (
     quantised,
     rotate,
     split_columns,
+    table,
 )
-from engine_graphs import compiled
+from engine_graphs import compiled, merge_reshapes
 from engine_standins import register, reshape_and_cache_flash, rotary_embedding
 from torch import Tensor
 
@@ -181,6 +182,36 @@ def test_provider_resolves_the_layer_when_the_operator_runs(engine, form, kind):
     assert result.count("rope_qkv_by_layer.default") == 1
     assert result.count("unified_kv_cache_update") == 0
     assert f"{LAYER!r}" in result.after
+
+
+def vllm_rotation(positions: Tensor, x: Tensor, table: Tensor, is_neox: bool) -> Tensor:
+    """As vLLM's rotary layer in PyTorch, which it compiles unless its operator is switched on."""
+    cos, sin = (part.unsqueeze(-2) for part in table.index_select(0, positions.flatten()).chunk(2, -1))
+    heads = x.view(positions.shape[0], -1, DIM)
+    turned, passed = heads[..., : table.shape[1]], heads[..., table.shape[1] :]
+    first, second = turned.chunk(2, -1) if is_neox else (turned[..., ::2], turned[..., 1::2])
+    parts = first * cos - second * sin, second * cos + first * sin
+    turned = torch.cat(parts, -1) if is_neox else torch.stack(parts, -1).flatten(-2)
+    return torch.cat((turned, passed), -1).reshape(x.shape)
+
+
+@OWN
+@pytest.mark.parametrize("quantise", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("rotary_dim", [DIM, DIM // 2])
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_rotation_in_pytorch_and_update_by_layer(engine, is_neox, rotary_dim, cast, quantise):
+    def mixed(x, positions, _, scale):
+        q, k, v = split_columns(x)
+        used = angles.to(x.dtype)
+        q, k = (vllm_rotation(positions, part, used, is_neox) for part in (q, k))
+        query = (q.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn) if quantise else q
+        done = torch.ops.vllm.unified_kv_cache_update(k.view(-1, KV_HEADS, DIM), v.view(-1, KV_HEADS, DIM), LAYER)
+        return query.to(x.dtype) + done.sum()
+
+    angles = table(rotary_dim, torch.float32 if cast else torch.bfloat16)
+    name = "rope_static_q_fp8_kv_by_layer" if quantise else "rope_kv_by_layer"
+    check_layer(engine, mixed, {name: 1}, v2=False, transform=merge_reshapes)
 
 
 @OWN

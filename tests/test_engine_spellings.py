@@ -35,7 +35,7 @@ from engine_cases import (
     store,
     table,
 )
-from engine_graphs import FUSED, check, compiled
+from engine_graphs import FUSED, check, compiled, merge_reshapes
 from torch import Tensor
 
 from rope_fusion.fusion_pass import FusionPass
@@ -122,15 +122,6 @@ def test_engine_operators_and_plain_torch_meet(rope, quant, write, form):
     given = arguments(slots=torch.tensor([17, 2, 3, 5, 8, 11]))  # PyTorch's writes take no padding
     name = "rope_kv" if quant is None else "rope_static_q_fp8_kv"
     check(layer, list(given.values()), {name: 1}, **form_settings(form))
-
-
-def merge_reshapes(graph: torch.fx.Graph) -> None:
-    """As vLLM's NoOpEliminationPass, before our pass."""
-    reshapes = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)
-    for node in graph.nodes:
-        if node.target in reshapes and node.args[0].target in reshapes:
-            node.update_arg(0, node.args[0].args[0])
-    graph.eliminate_dead_code()
 
 
 @pytest.mark.parametrize("v2", [True, False])
