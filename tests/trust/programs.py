@@ -207,8 +207,8 @@ class ProgramBuilder:
         if c.flag(8):
             v = self.set("v", f"{v} + {q_rot}.float().mean().to({v}.dtype)")  # V depends on the rotated q
         q8 = self.quantise(q_rot, self.q_heads) if c.flag(50) else None
-        if c.flag(5) and q8 is not None:
-            v = self.set("v", f"{v} + {q8}.float().sum().mul(1e-3).to({v}.dtype)")
+        if c.flag(5) and q8 is not None:  # little, because a sum adds up what rounding to FP8 did to each element
+            v = self.set("v", f"{v} + {q8}.float().sum().mul(1e-6).to({v}.dtype)")
         if c.flag(85):
             self.write_caches(k_rot, v, k)
         self.disturb(q_rot, k_rot, v, cos)
