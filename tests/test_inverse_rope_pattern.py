@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import rope_fusion
 from rope_fusion.kernels.rotation import too_small
 from rope_fusion.testing import assert_hits
 
@@ -167,14 +168,17 @@ def test_exact_numerics_give_the_bits_of_eager(spelling: Spelling) -> None:
     assert torch.equal(got, spelling(o, positions, cache))
 
 
-@pytest.mark.parametrize("layers", [1, 2, 8])
-def test_every_layer_hits_once(layers: int) -> None:
+@pytest.mark.parametrize(("layers", "dynamic"), [(1, True), (2, False), (8, True)])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_hits_once_in_every_layer(spelling: Spelling, layers: int, dynamic: bool) -> None:
     def stack(outputs: list[Tensor], positions: Tensor, cache: Tensor) -> list[Tensor]:
-        return [pairs_by_repeat_interleave(o, positions, cache) for o in outputs]
+        return [spelling(o, positions, cache) for o in outputs]
 
     _, positions, cache = inputs()
     outputs = [inputs(seed=layer)[0] for layer in range(layers)]
-    compiled(stack, {"inverse_rope": layers}, outputs, positions, cache)
+    for tensor in (*outputs, positions) if dynamic else ():
+        torch._dynamo.mark_dynamic(tensor, 0)
+    assert_hits(stack, (outputs, positions, cache), {"inverse_rope": layers}, options=OPTIONS)
 
 
 def test_a_dynamic_token_count_hits_and_compiles_once() -> None:
@@ -359,6 +363,22 @@ def test_copies_too_small_to_pay_stay_with_inductor_on_a_gpu_alone() -> None:
     assert too_small(large, small) == too_small(small)
     assert too_small(large, None) is None
     assert too_small(torch.empty(1, 1, 1, 8)) is None  # on a CPU only the reference runs, on demand
+
+
+def transposed_table(o: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+    cos, sin = (t[:, positions].t()[:, None] for t in cache.t().contiguous().chunk(2, 0))
+    a, b = o[..., -ROTARY:].float().chunk(2, -1)
+    return torch.cat([o[..., :-ROTARY], (a * cos + b * sin).to(o.dtype), (b * cos - a * sin).to(o.dtype)], -1)
+
+
+def test_a_table_stored_by_columns_is_refused_with_a_sentence_because_a_copy_of_it_would_not_pay() -> None:
+    o, positions, cache = inputs()
+    with rope_fusion.record() as report:
+        got = compile_again(transposed_table, OPTIONS, None)(o, positions, cache)
+    assert report.hits == {}
+    assert "the columns of cos and sin are not contiguous" in report.table()
+    want = transposed_table(o, positions, cache)
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)  # one bf16 step
 
 
 def test_another_use_of_the_untouched_clone_keeps_its_value() -> None:
