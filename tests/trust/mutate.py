@@ -109,7 +109,7 @@ def _propagate(gm: GraphModule, start: Node, fake_mode: Any) -> bool:
             continue
         if node.target is aten.copy_.default:
             into, value = node.args[0].meta["val"], node.args[1].meta["val"]
-            if into.shape != value.shape or into.dtype != value.dtype:
+            if not isinstance(value, torch.Tensor) or into.shape != value.shape or into.dtype != value.dtype:
                 return False
             continue
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
@@ -182,7 +182,8 @@ def _earlier(node: Node) -> Iterator[Node]:
     for other in node.graph.nodes:
         if other is node:
             return
-        yield other
+        if other.target not in (aten.empty.memory_format, aten.empty_strided.default):  # holds anything
+            yield other
 
 
 def _alike(other: Node, value: Node) -> bool:
