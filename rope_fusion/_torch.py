@@ -38,7 +38,7 @@ try:
     empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as missing:
     raise ImportError(
-        f"rope_fusion works with torch 2.11 to 2.14; this is torch {torch.__version__}, which lacks a name that it needs "
+        f"rope_fusion works with torch 2.11 to 2.15; this is torch {torch.__version__}, which lacks a name that it needs "
         f"({missing}). Install another torch, or a newer rope_fusion"
     ) from missing
 

@@ -26,7 +26,7 @@ except ImportError as error:
     )
     said = done.stdout.strip()
     assert said.startswith(
-        "rope_fusion works with torch 2.11 to 2.14; this is torch 3.5.0, which lacks a name that it needs"
+        "rope_fusion works with torch 2.11 to 2.15; this is torch 3.5.0, which lacks a name that it needs"
     )
     assert "add_needs_realized_inputs" in said
     assert "\n" not in said
