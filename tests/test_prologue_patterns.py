@@ -453,6 +453,25 @@ def test_a_disabled_pattern_gives_way_to_the_next():
     assert result.hits == {"rope_kv": 1}
 
 
+@pytest.mark.parametrize("said", [False, True])
+def test_token_counts_that_are_not_known_to_be_equal_keep_k_and_v_apart_and_the_report_says_how_to_help(said):
+    def program(kw):
+        if said:
+            torch._check(kw["v"].shape[0] == kw["k"].shape[0])
+        cos, sin = kw["table"][kw["positions"]].chunk(2, -1)
+        q, k = rope_half(kw["q"], cos, sin), rope_half(kw["k"], cos, sin)
+        kw["k_cache"][kw["slots"]] = k
+        kw["v_cache"][kw["slots"]] = kw["v"]
+        return q
+
+    a = arguments()
+    for name in ("q", "k", "v", "positions", "slots"):
+        torch._dynamo.mark_dynamic(a[name], 0)
+    result = compiled(program, a, dynamic=None)
+    assert result.hits.get("rope_kv", 0) == said
+    assert said != any("torch._check(v.shape[0] == k.shape[0])" in sentence for sentence in result.report.near_misses)
+
+
 def test_dynamic_heads_are_refused_with_a_sentence():
     block = GptOssAttention()
     inputs = stack_inputs()
