@@ -198,3 +198,17 @@ def test_a_cache_seen_as_bits_between_two_writes(dtype: torch.dtype, bits: torch
 
     shape = (2, 20, 16) if joint else (20, 16)
     check(program, torch.randn(shape).to(dtype), torch.randn(3, 16).to(dtype), torch.tensor([1, 7, 4]))
+
+
+@pytest.mark.parametrize("rotated_first", [False, True])
+def test_two_writes_into_one_half_of_a_cache_are_not_taken_for_k_and_v(rotated_first: bool) -> None:
+    def program(q, k, v, cos, sin, cache, slots):
+        at = slots // 5, slots % 5
+        writes = [k, rotate(k, cos, sin)]
+        for rows in reversed(writes) if rotated_first else writes:
+            cache[0][at] = rows
+        cache[1][at] = v
+        return rotate(q, cos, sin)
+
+    shapes = [*[(3, 2, 8)] * 3, *[(3, 1, 4)] * 2, (2, 4, 5, 2, 8)]
+    check(program, *map(torch.randn, shapes), torch.tensor([1, 7, 4]))

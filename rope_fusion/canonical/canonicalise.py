@@ -533,6 +533,8 @@ class Canonicaliser:
             outs = [k_write.node, k_write.result, candidate.node, candidate.result]
             firsts = [k_write, candidate]
             if k_write.base is candidate.base:
+                if k_write.layout == candidate.layout:  # both into the same half: the later one counts
+                    continue
                 first, second = sorted((k_write, candidate), key=lambda w: self._order[w.node])
                 if second.previous is not first.result or not self._only_leads_to(first.result, second):
                     continue

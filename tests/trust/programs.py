@@ -601,10 +601,15 @@ class ProgramBuilder:
         if c.flag(6):  # one of the two goes elsewhere
             other = self.set("other_slots", f"({slots} + 1) % {STATIC if static else CAPACITY}")
         self.cache_disturbance(caches, cache_dtype)
+        again = self.store_form(k_before, cache_dtype, scales[0]) if c.flag(8) else None
+        if again is not None and c.flag(50):  # what is overwritten at once
+            self.write(layout, caches[0], again, self.dim, slots, spelling)
         for index_of, (cache, (value, dim)) in enumerate(writes):
             self.write(layout, cache, value, dim, slots if index_of == 0 else other, spelling)
             if index_of == 0:
                 self.cache_disturbance(caches, cache_dtype)
+        if again is not None and c.flag(50):
+            self.write(layout, caches[0], again, self.dim, slots, spelling)
         self.cache_disturbance(caches, cache_dtype)
 
     def set_scale(self, cache_dtype: torch.dtype) -> list[str]:
