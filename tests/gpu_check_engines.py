@@ -96,6 +96,10 @@ def on(device: str, value: Any) -> Any:
     return [on(device, item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def copies(values: Sequence[Tensor]) -> list[Tensor]:
+    return [copied(x) for x in values]
+
+
 def compare(
     form: str, what: str, parts: Sequence[Callable[..., Any]], args: list[list[Any]], hits: dict[str, int], device: str
 ) -> Outcome:
@@ -478,7 +482,7 @@ def time_all(
         print(tabulate(rows, headers, floatfmt=".2f"), flush=True)
     rows = []
     for count, args, variants, report in measured(prologues, tokens, prologue_args):
-        *times, copying = microseconds([*variants, lambda args=args: [copied(x) for x in args[0]]])
+        *times, copying = microseconds([*variants, functools.partial(copies, args[0])])
         rows.append(row(count, [own - copying for own in times], variants, report))
         if count == 64:
             names = [sorted({name[:70] for name in kernels(variant)}) for variant in variants]

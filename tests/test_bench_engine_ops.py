@@ -61,7 +61,15 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(kernel):
     from rope_fusion import bench_engine_ops
 
     function = getattr(bench_engine_ops, kernel)
-    options = {"START": 0, "HALF": 32, "BLOCK": 512, "HEADS": 16, "NEOX": True, "INVERSE": True, "DIM": 64}
+    options: dict[str, Any] = {
+        "START": 0,
+        "HALF": 32,
+        "BLOCK": 512,
+        "HEADS": 16,
+        "NEOX": True,
+        "INVERSE": True,
+        "DIM": 64,
+    }
     options["MATH"] = triton.language.bfloat16
     pointers = {"positions": "*i64", "slots": "*i64", "scale": "*fp32", "k_scale": "*fp32", "v_scale": "*fp32"}
     pointers |= dict.fromkeys(("q", "k", "table", "key", "value", "x"), "*bf16")
