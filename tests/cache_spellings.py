@@ -64,6 +64,12 @@ def _joint_flat(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     cache[1].view(-1, HEADS, DIM)[slots] = v * 3
 
 
+def _joint_seen_flat(parts: Sequence[Tensor], k: Tensor, v: Tensor, slots: Tensor) -> None:
+    first, second = parts
+    first[slots] = k * 2
+    second[slots] = v * 3
+
+
 def _assign(
     target: Callable[[Tensor, Tensor], tuple[Tensor, Any]],
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
@@ -138,6 +144,16 @@ SPELLINGS: dict[str, Spelling] = {
         _assign(lambda c, s: (c.view(-1, HEADS, DIM), s)), (1, 24, HEADS, DIM), TOKEN, through_views=True
     ),
     "joint": Spelling(_joint_flat, (2, *PAGED), [("0 n p h d", "t h d"), ("1 n p h d", "t h d")]),
+    "joint, seen flat as a whole": Spelling(
+        lambda c, k, v, s: _joint_seen_flat(c.flatten(1, 2), k, v, s),
+        (2, *PAGED),
+        [("0 n p h d", "t h d"), ("1 n p h d", "t h d")],
+    ),
+    "joint, seen flat for each write": Spelling(
+        lambda c, k, v, s: _joint_seen_flat((c.view(2, -1, HEADS, DIM)[0], c.view(2, -1, HEADS, DIM)[1]), k, v, s),
+        (2, *PAGED),
+        [("0 n p h d", "t h d"), ("1 n p h d", "t h d")],
+    ),
     "joint, pairs": Spelling(
         lambda c, k, v, s: _joint((c[0], c[1]), k, v, s), (2, *PAGED), [("0 n p h d", "t h d"), ("1 n p h d", "t h d")]
     ),

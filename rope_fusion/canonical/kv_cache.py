@@ -101,7 +101,7 @@ def _chain(base: Node, value: Node, seen: set[Node]) -> tuple[list[LocatedWrite]
     current = value
     try:
         while current is not base:
-            found = _descend(current, whole(base)) if _same_shape(current, base) else None
+            found = _descend(current, whole(base), base) if _same_shape(current, base) else None
             if found is None:
                 if not chain:
                     return [], None
@@ -130,20 +130,20 @@ def _same_shape(node: Node, base: Node) -> bool:
     )
 
 
-def _descend(node: Node, view: CacheView) -> LocatedWrite | None:
-    """The write that makes `node`, the new value of the part `view` of a cache; None where there is none."""
+def _descend(node: Node, view: CacheView, base: Node) -> LocatedWrite | None:
+    """The write that makes `node`, the new value of the part `view` of the cache `base`; None where there is none."""
     if node.op != "call_function":
         return None
     target: Any = node.target
     if target in _ELEMENT_WRITES:
-        return _locate(node, view)
+        return _locate(node, view, base)
     if target in REGION_OF:
         written = node.args[1]
         inner: LocatedWrite | None = None
         if isinstance(written, Node) and written.meta["val"].dtype == node.meta["val"].dtype:  # else it is converted
             part = region(view, node, node.args[2:], written.meta["val"].shape)
-            inner = _descend(written, part) if part is not None else None
-        outer = _locate(node, view)
+            inner = _descend(written, part, base) if part is not None else None
+        outer = _locate(node, view, base)
         if inner is not None and inner.previous is outer.previous:
             return replace(inner, path=(*inner.path, node), views=(*inner.views, *outer.views))
         return outer
@@ -151,19 +151,22 @@ def _descend(node: Node, view: CacheView) -> LocatedWrite | None:
     if not isinstance(source, Node):
         return None
     before = before_step(view, node)
-    inner = _descend(source, before) if before is not None else None
+    inner = _descend(source, before, base) if before is not None else None
     return replace(inner, path=(*inner.path, node)) if inner is not None else None
 
 
-def _locate(node: Node, view: CacheView) -> LocatedWrite:
-    """A write whose first argument must be `view` of some value of the cache."""
+def _locate(node: Node, view: CacheView, base: Node) -> LocatedWrite:
+    """A write whose first argument must be `view` of some value of the cache `base`."""
     target = node.args[0]
     assert isinstance(target, Node)
-    previous, steps = climb(target)
-    old = view_along(previous, steps)
-    if old is None or not same_view(old, view):
-        raise NotACacheWrite(f"its first argument {target.name} is not the part of the cache that it replaces", node)
-    return LocatedWrite(node, previous, view, (node,), tuple(steps))
+    root, steps = climb(target)
+    # Between two writes the cache may have been viewed otherwise, given its own shape back and viewed so again.
+    values = [(root, steps), *[(step, steps[at + 1 :]) for at, step in enumerate(steps)]]
+    for previous, rest in values:
+        old = view_along(previous, rest) if _same_shape(previous, base) else None
+        if old is not None and same_view(old, view):
+            return LocatedWrite(node, previous, view, (node,), tuple(rest))
+    raise NotACacheWrite(f"its first argument {target.name} is not the part of the cache that it replaces", node)
 
 
 def _unreturned(graph: Graph, seen: set[Node]) -> list[str]:
