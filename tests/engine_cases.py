@@ -41,29 +41,29 @@ def arguments(**changed: Any) -> dict[str, Any]:
 
 def split_columns(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three views of one packed buffer, [T, heads * dim]."""
-    return (x * 1).split(SIZES, -1)
+    return (x * 2).split(SIZES, -1)
 
 
 def split_heads(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three views of one packed buffer, [T, heads, dim]."""
-    return (x * 1).view(x.shape[0], -1, DIM).split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
+    return (x * 2).view(x.shape[0], -1, DIM).split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
 
 
 def slices(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    packed = x * 1
+    packed = x * 2
     q, k = SIZES[0], SIZES[1]
     return packed[:, :q], packed[:, q : q + k], packed[:, q + k :]
 
 
 def chunks_of_heads(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Heads are viewed after the split."""
-    q, k, v = (x * 1).split(SIZES, -1)
+    q, k, v = (x * 2).split(SIZES, -1)
     return tuple(part.view(part.shape[0], -1, DIM) for part in (q, k, v))
 
 
 def separate(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three buffers of their own."""
-    return tuple(part * 1 for part in x.split(SIZES, -1))
+    return tuple(part * 2 for part in x.split(SIZES, -1))
 
 
 SPLITS = [split_columns, split_heads, slices, chunks_of_heads, separate]
@@ -158,7 +158,7 @@ class Case:
         if self.order == "store first":
             outputs.append(quantised(q.reshape(q.shape[0], -1), scale))
         if self.order == "no quantisation":
-            outputs.append(q * 1)
+            outputs.append(q * 2)
         return outputs
 
 

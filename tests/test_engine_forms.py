@@ -66,8 +66,8 @@ def test_latent_attention_stores_its_row_in_one_launch(form, kind):
     """DeepSeek's: q's and k's rotary parts are interleaved, k_pe has one head, and a row holds kv_c and k_pe."""
 
     def layer(q, kv, positions, table, cache, slots, scale):
-        q_pe = (q * 1)[..., 32:]
-        kv_c, k_pe = (kv * 1).split([32, DIM], -1)
+        q_pe = (q * 2)[..., 32:]
+        kv_c, k_pe = (kv * 2).split([32, DIM], -1)
         k_pe = k_pe.unsqueeze(1)
         rotate(positions, q_pe, k_pe, table, is_neox=False)
         torch.ops._C_cache_ops.concat_and_cache_mla(kv_c, k_pe.squeeze(1), cache, slots, kind, scale)

@@ -343,7 +343,7 @@ def test_layer_name_as_an_opaque_object(engine, hoisted):
         q, k, v = split_columns(x)
         rotate(positions, q, k, table)
         done = update(k.view(-1, KV_HEADS, DIM), v.view(-1, KV_HEADS, DIM), name)
-        return q * 1, done * 1
+        return q * 2, done * 2
 
     register_cache_provider("vllm_opaque", engine)
     known = {**engine_ops._KNOWN, f"vllm_opaque::{operator}": engine_ops._KNOWN["vllm::unified_kv_cache_update"]}

@@ -117,7 +117,7 @@ def test_engine_operators_and_plain_torch_meet(rope, quant, write, form):
             store(k, v, k_cache, v_cache, slots, "auto", scale)
         else:
             store_in_torch(k, v, k_cache, v_cache, slots)
-        return q * 1 if q8 is None else q8
+        return q * 2 if q8 is None else q8
 
     given = arguments(slots=torch.tensor([17, 2, 3, 5, 8, 11]))  # PyTorch's writes take no padding
     name = "rope_kv" if quant is None else "rope_static_q_fp8_kv"
@@ -136,7 +136,7 @@ def test_interleaved_pairs_whose_views_were_merged_with_those_of_heads(v2, dynam
         cos, sin = (part.unsqueeze(-2) for part in table[positions].chunk(2, -1))
         q, k = (turned(part.view(part.shape[0], -1, DIM), cos, sin).view(part.shape) for part in (q, k))
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
+        return q * 2
 
     args = list(arguments().values())
     if dynamic:
@@ -185,7 +185,7 @@ def test_static_query_pattern_outranks_and_each_gate_is_told(monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 def test_key_is_optional(form):
     def layer(x, positions, table, scale):
-        q = (x * 1)[:, : Q_HEADS * DIM]
+        q = (x * 2)[:, : Q_HEADS * DIM]
         rotate(positions, q, None, table)
         return quantised(q, scale)
 
@@ -201,7 +201,7 @@ def test_offset_and_inverse_are_kept(form, start, inverse):
         q, k, v = split_columns(x)
         torch.ops._C.rotary_embedding(positions, q, k, DIM, table, True, start, inverse)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
+        return q * 2
 
     given = arguments(table=table(8))
     result = check(layer, list(given.values()), {"rope_kv": 1}, **form_settings(form))
@@ -217,7 +217,7 @@ def test_dtypes(dtype, rows, indices):
         q, k, v = split_columns(x)
         rotate(positions, q, k, table, is_neox=False)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
+        return q * 2
 
     given = arguments(table=table(8, rows))
     for name in ("x", "k_cache", "v_cache"):
@@ -232,9 +232,9 @@ def test_dtypes(dtype, rows, indices):
 
 def test_positions_of_a_batch():
     def layer(x, positions, table, scale):
-        q, k, _ = (x * 1).split([Q_HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1)
+        q, k, _ = (x * 2).split([Q_HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1)
         rotate(positions, q, k, table)
-        return quantised(q.reshape(-1, q.shape[-1]), scale), k * 1
+        return quantised(q.reshape(-1, q.shape[-1]), scale), k * 2
 
     given = arguments()
     args = [given["x"].view(2, 3, -1), given["positions"].view(2, 3), given["table"], given["scale"]]
@@ -248,7 +248,7 @@ def test_few_tokens(form, tokens):
         q, k, v = split_columns(x)
         rotate(positions, q, k, table)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
+        return q * 2
 
     given = arguments()
     for name in ("x", "positions", "slots"):
@@ -299,7 +299,7 @@ def test_outputs_in_every_order(form, order):
         q, k, v = split_columns(x)
         rotate(positions, q, k, table)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        outputs = (quantised(q, scale), k * 1, k_cache * 1)
+        outputs = (quantised(q, scale), k * 2, k_cache * 2)
         return [outputs[at] for at in order]
 
     check(layer, list(arguments().values()), {"rope_static_q_fp8_kv": 1}, **form_settings(form))
@@ -320,7 +320,7 @@ def test_caches_as_attributes_of_a_module(form):
             q, k, v = split_columns(x)
             rotate(positions, q, k, table)
             store(k, v, self.k_cache, self.v_cache, slots, "auto", scale)
-            return q * 1, self.k_cache * 1
+            return q * 2, self.k_cache * 2
 
     given = arguments()
     args = [given[name] for name in ("x", "positions", "table", "slots", "scale")]
@@ -339,7 +339,7 @@ def test_caches_as_attributes_of_the_graph(v2):
         q, k, v = split_columns(x)
         rotate(positions, q, k, table)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
+        return q * 2
 
     given = arguments()
     compiled(layer, *given.values(), v2=v2, transform=keep)
@@ -372,7 +372,7 @@ def test_slots_may_be_fewer_than_tokens(form):
         q, k, v = split_columns(x)
         rotate(positions, q, k, table)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
+        return q * 2
 
     given = arguments(slots=torch.tensor([17, -1, 3]))
     check(layer, list(given.values()), {"rope_kv": 1}, **form_settings(form))
@@ -384,7 +384,7 @@ def test_cast_of_the_whole_cos_sin_cache_in_each_step_is_gone(form):
         q, k, v = split_columns(x)
         rotate(positions, q, k, table.to(x.dtype))
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
+        return q * 2
 
     given = arguments(table=table(DIM, torch.float32))
     result = check(layer, list(given.values()), {"rope_kv": 1}, **form_settings(form))
@@ -396,7 +396,7 @@ def test_cast_of_the_whole_cos_sin_cache_in_each_step_is_gone(form):
 @pytest.mark.parametrize("reader", ["whole", "straddling", "values only", "inside q"])
 def test_other_readers_of_the_packed_buffer_see_what_they_should(form, reader):
     def layer(x, positions, table, k_cache, v_cache, slots, scale):
-        packed = x * 1
+        packed = x * 2
         q, k, v = packed.split([Q_HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1)
         rotate(positions, q, k, table)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
@@ -406,7 +406,7 @@ def test_other_readers_of_the_packed_buffer_see_what_they_should(form, reader):
             "values only": slice(-KV_HEADS * DIM, None),
             "inside q": slice(DIM, 2 * DIM),
         }[reader]
-        return q * 1, packed[:, columns] * 1
+        return q * 2, packed[:, columns] * 2
 
     result = check(layer, list(arguments().values()), {"rope_kv": 1}, **form_settings(form))
     assert result.count("_C.rotary_embedding") == 0
@@ -442,7 +442,7 @@ def refused_layer(call: Callable[..., None], **caches: tuple[tuple[int, ...], to
         q, k, v = split_heads(x)
         rotate(positions, q, k, table)
         call(k, v, k_cache, v_cache, slots, scale)
-        return q * 1
+        return q * 2
 
     made = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in caches.items()}
     result = compiled(layer, *copy.deepcopy(list(arguments(**made).values())))
@@ -515,7 +515,7 @@ def test_exact_numerics_leave_engine_rotations_alone_and_say_so():
         q, k, v = split_columns(x)
         rotate(positions, q, k, table)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
+        return q * 2
 
     refused(layer, arguments(), "which exact numerics would need", numerics="exact")
 
@@ -544,7 +544,7 @@ def test_in_place_call_on_a_tensor_that_is_written_elsewhere_is_left_alone_and_s
             add.meta["val"] = call.kwargs["query"].meta["val"]
 
     def layer(x, positions, table, scale):
-        q = x * 1
+        q = x * 2
         rotate(positions, q, None, table)
         return quantised(q, scale)
 
@@ -561,7 +561,7 @@ def test_rotation_that_nothing_follows_comes_out_as_it_went_in(form):
     def layer(x, positions, table):
         q, k, v = split_columns(x)
         rotate(positions, q, k, table)
-        return q * 1, k * 1, v * 1
+        return q * 2, k * 2, v * 2
 
     given = arguments()
     result = check(layer, [given["x"], given["positions"], given["table"]], {}, **form_settings(form))
@@ -573,11 +573,11 @@ def test_layer_that_stays_reads_as_before_beside_one_that_fuses(form):
     def model(x, positions, table, k_cache, v_cache, slots, scale):
         q, k, v = split_columns(x)
         rotate(positions, q, k, table)
-        left = (q * 1, k * 1, v * 1)
+        left = (q * 2, k * 2, v * 2)
         q, k, v = split_columns(x + 1)
         rotate(positions, q, k, table)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return *left, q * 1
+        return *left, q * 2
 
     result = check(model, list(arguments().values()), {"rope_kv": 1}, **form_settings(form))
     assert result.count("_C.rotary_embedding") == 1
@@ -593,7 +593,7 @@ def test_sglang_rotation():
         q, k, v = split_columns(x)
         torch.ops.sgl_kernel.rotary_embedding(positions, q, k, DIM, table, True)
         store_in_torch(k, v, k_cache, v_cache, slots)
-        return q * 1
+        return q * 2
 
     check(layer, list(arguments(slots=torch.tensor([17, 2, 3, 5, 8, 11])).values()), {"rope_kv": 1})
 
@@ -612,7 +612,7 @@ def test_flashinfer_rotation(engine, in_place, v2):
                 q, k, q_rope, k_rope, table, positions, False, False, None, None, None, None
             )
         k_buffer[slots], v_buffer[slots] = k_rope, v
-        return q_rope * 1
+        return q_rope * 2
 
     given = arguments(table=table(DIM, torch.float32), slots=torch.tensor([17, 2, 3, 5, 8, 11]))
     buffers = [torch.zeros(BLOCKS * PAGE, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2)]
@@ -626,7 +626,7 @@ def test_sglang_rotation_that_stores_itself_is_left_alone_and_said():
         torch.ops.sgl_kernel.apply_rope_pos_ids_cos_sin_cache(
             q, k, q, k, table, positions, False, False, v, k_buffer, v_buffer, slots
         )
-        return q * 1
+        return q * 2
 
     given = arguments(table=table(DIM, torch.float32), slots=torch.tensor([17, 2, 3, 5, 8, 11]))
     buffers = [torch.zeros(BLOCKS * PAGE, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2)]
@@ -659,7 +659,7 @@ def test_sglang_rotates_and_stores(rotation, skipped, form):
             torch.ops.sglang.rotary_embedding_with_key(positions, q, k, DIM, table)
         options = {} if skipped == 0 else {"reserved_skip_index": skipped}
         torch.ops.sglang.store_cache(k.view(k.shape[0], -1), v, k_cache, v_cache, slots, **options)
-        return q * 1
+        return q * 2
 
     args = sglang_arguments(flat_caches())
     if skipped == -1:
@@ -688,7 +688,7 @@ def test_sglang_stores_bytes_of_other_dtypes_alone_and_says_so():
         q, k, v = split_columns(x)
         torch.ops.sglang.rotary_embedding_with_key(positions, q, k, DIM, table)
         torch.ops.sglang.store_cache(k.to(FP8).view(torch.uint8), v.to(FP8).view(torch.uint8), k_cache, v_cache, slots)
-        return q * 1
+        return q * 2
 
     result = check(layer, sglang_arguments(flat_caches(torch.uint8)), {})
     assert any("does not say what the bytes hold" in sentence for sentence in result.report.near_misses)
@@ -700,7 +700,7 @@ def test_sglang_rotation_of_q_alone():
         torch.ops.sglang.rotary_embedding_without_key(positions, q, DIM, table, False)
         torch.ops.sglang.rotary_embedding_without_key(positions, k, DIM, table, False)
         torch.ops.sglang.store_cache(k, v, k_cache, v_cache, slots)
-        return q * 1
+        return q * 2
 
     check(layer, sglang_arguments(flat_caches()), {"rope_kv": 1})
 
@@ -711,7 +711,7 @@ def test_flashinfer_rotation_as_vllm_registers_it(form):
         q, k, v = split_columns(x)
         torch.ops.vllm.flashinfer_rotary_embedding(positions, q, k, DIM, table, True)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
+        return q * 2
 
     check(layer, list(arguments(table=table(DIM, torch.float32)).values()), {"rope_kv": 1}, **form_settings(form))
 
@@ -747,7 +747,7 @@ def test_graph_is_rolled_back_where_the_order_of_in_place_calls_could_not_be_kep
         q, k, v = split_columns(x)
         rotate(positions, q, k, table)
         store(k, v, k_cache, v_cache, slots, "auto", scale)
-        return q * 1
+        return q * 2
 
     assert engine_ops.OrderOfEffects is order
     result = check(layer, list(arguments().values()), {}, strict=False, **form_settings("raw"))
