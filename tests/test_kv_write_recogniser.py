@@ -27,6 +27,7 @@ from cache_spellings import (
 from captured import Captured, captured
 from torch import Tensor
 
+import rope_fusion
 from rope_fusion.canonical.cache_values import value_lineage
 from rope_fusion.canonical.kv_cache import find_cache_writes, is_already_in_place
 from rope_fusion.canonical.records import CacheWrite
@@ -329,6 +330,20 @@ def test_refuses_a_write_that_is_not_copied_back() -> None:
         return cache.index_put(pairs(slots), k)
 
     assert "nothing copies its result back" in refusals_of(program, paged(), tokens(), SLOTS)[0]
+
+
+def test_a_write_in_a_graph_with_a_backward_is_refused_with_the_way_out() -> None:
+    weight = torch.nn.Parameter(torch.ones(DIM))
+
+    def program(cache: Tensor, k: Tensor, slots: Tensor) -> Tensor:
+        cache.view(-1, HEADS, DIM)[slots] = k * weight
+        return k * weight
+
+    torch.compiler.reset()
+    with rope_fusion.record() as report:
+        torch.compile(program, backend="rope_fusion")(paged(), tokens(), SLOTS)
+    assert report.hits == {}
+    assert "compiled for training; compile under torch.no_grad()" in " ".join(report.table().split())
 
 
 def test_refuses_a_cache_that_is_changed_before_the_write() -> None:

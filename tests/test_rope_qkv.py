@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rope_fusion.kernels.rope_qkv import LIMITS, Target, fp8_unsupported, reference, unsupported
+from rope_fusion.kernels.rope_qkv import (
+    LIMITS,
+    Target,
+    decoded,
+    fp8_unsupported,
+    reference,
+    store_reference,
+    unsupported,
+)
 from rope_fusion.kernels.variants import AXES, PreparedCall, covering, describe, is_valid, make_call
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -271,6 +279,22 @@ def test_compiled_call_writes_the_callers_cache_and_copies_none(joint: bool, fun
     assert "copy_" not in code
     assert "clone" not in code
     assert "empty_strided_cpu(" not in code.split("def call")[1].split("return")[0]
+
+
+def test_options_as_text_need_no_escaping_in_generated_code_and_come_back_as_they_were() -> None:
+    for variant in VARIANTS[:10]:
+        call = make_call(variant)
+        text = call.encoded["options"]
+        assert not set(text) & set('"\\\n')
+        assert vars(decoded(text)) == {k: v for k, v in call.options.items() if k not in ("need_q", "need_k")}
+
+
+@pytest.mark.parametrize("slot", [-25, 24])
+def test_a_flat_slot_outside_the_cache_is_an_error_and_nothing_is_written(slot: int) -> None:
+    cache = torch.zeros(4, 6, 2, 8)
+    with pytest.raises(IndexError):
+        store_reference(cache, "n p h d", torch.ones(1, 1, 2, 8), torch.tensor([slot]), None, skip_negative_slots=False)
+    assert not cache.any()
 
 
 def test_refusals_name_the_limit_and_what_was_met() -> None:

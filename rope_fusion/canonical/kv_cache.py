@@ -177,8 +177,10 @@ def _unreturned(graph: Graph, seen: set[Node]) -> list[str]:
             continue
         root = climb(node.args[0])[0]
         if root.op == "placeholder" and root.meta["val"].dim() > 1 and root.meta["val"].dtype.is_floating_point:
+            training = root.name.startswith("primals")  # AOTAutograd's name for inputs of a graph with a backward
             sentences.append(
                 f"the write {node.name} into {root.name} is no cache write: nothing copies its result back"
+                + (", because the graph was compiled for training; compile under torch.no_grad()" if training else "")
             )
     return sentences
 

@@ -75,14 +75,14 @@ class PrologueOptions(Attributes):
 
 @lru_cache(maxsize=1024)
 def encoded(**options: Any) -> str:
-    """Options as the string that ``rope_qkv.encoded`` takes."""
-    return PrologueOptions(**options).encode()
+    """Options as the string that ``rope_qkv.encoded`` takes; without the quotes that Inductor would not escape in C++."""
+    return PrologueOptions(**options).encode().replace('"', "'")
 
 
 @lru_cache(maxsize=1024)
 def decoded(options: str) -> PrologueOptions:
     """The options behind that string."""
-    return PrologueOptions.decode(options)
+    return PrologueOptions.decode(options.replace("'", '"'))
 
 
 def rotate_reference(
@@ -172,6 +172,7 @@ def store_reference(
         slot = torch.where(valid, slot, slot + blocks * places)
         block = slot.div(places, rounding_mode="floor")
         place = slot - block * places
+        block = torch.where(slot < 0, blocks, block)  # before the first slot: an error, as behind the last
     rows = rows[: place.shape[0]]
     if skip_negative_slots:
         block, place, rows = block[valid], place[valid], rows[valid]
