@@ -64,7 +64,7 @@ def _joint_flat(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     cache[1].view(-1, HEADS, DIM)[slots] = v * 3
 
 
-def _joint_seen_flat(parts: Sequence[Tensor], k: Tensor, v: Tensor, slots: Tensor) -> None:
+def _joint_seen_flat(parts: Sequence[Tensor] | Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     first, second = parts
     first[slots] = k * 2
     second[slots] = v * 3
