@@ -12,6 +12,8 @@ from blocks import FP8, LIMIT, GptOssAttention, Stack, cos_sin_table, rope_half,
 from engine_graphs import FUSED, compiled
 from torch import Tensor
 
+import rope_fusion
+
 HEADS, KV_HEADS, DIM, ROWS, SLOTS, TOKENS = 4, 2, 16, 32, 24, 5
 ALL_FUSED = {"rope_static_q_fp8_kv": 1}
 
@@ -409,6 +411,9 @@ def test_v_computed_from_the_written_k_cache_is_not_fused_with_it():
     program(expected)
     result = compiled(program, a)
     assert "rope_kv" not in result.hits
+    assert any("torch._check(v.shape[0] == k.shape[0])" in sentence for sentence in result.report.near_misses), (
+        result.report.near_misses
+    )
     torch.testing.assert_close(a["v_cache"], expected["v_cache"], rtol=2**-7, atol=2**-6)  # one bf16 step of the double
 
 
@@ -453,23 +458,38 @@ def test_a_disabled_pattern_gives_way_to_the_next():
     assert result.hits == {"rope_kv": 1}
 
 
-@pytest.mark.parametrize("said", [False, True])
-def test_token_counts_that_are_not_known_to_be_equal_keep_k_and_v_apart_and_the_report_says_how_to_help(said):
-    def program(kw):
-        if said:
-            torch._check(kw["v"].shape[0] == kw["k"].shape[0])
-        cos, sin = kw["table"][kw["positions"]].chunk(2, -1)
-        q, k = rope_half(kw["q"], cos, sin), rope_half(kw["k"], cos, sin)
-        kw["k_cache"][kw["slots"]] = k
-        kw["v_cache"][kw["slots"]] = kw["v"]
-        return q
+def apart(q, k, v, table, positions, slots, k_cache, v_cache):
+    cos, sin = table[positions].chunk(2, -1)
+    q, k = rope_half(q, cos, sin), rope_half(k, cos, sin)
+    k_cache[slots] = k
+    v_cache[slots] = v
+    return q
 
+
+def test_tokens_of_k_and_v_that_are_marked_dynamic_one_by_one_are_the_same_tokens():
     a = arguments()
-    for name in ("q", "k", "v", "positions", "slots"):
-        torch._dynamo.mark_dynamic(a[name], 0)
-    result = compiled(program, a, dynamic=None)
-    assert result.hits.get("rope_kv", 0) == said
-    assert said != any("torch._check(v.shape[0] == k.shape[0])" in sentence for sentence in result.report.near_misses)
+    del a["scale"]
+    torch.compiler.reset()
+    settings: dict[str, Any] = {"rope_fusion.kernels": "reference", "rope_fusion.strict": True}
+    program = torch.compile(apart, backend="rope_fusion", options=settings)
+    with torch.no_grad(), rope_fusion.record() as report:
+        for tokens in (TOKENS, 3, 7):
+            given = {
+                n: t if n.endswith("cache") or n == "table" else t[[*range(TOKENS), 0, 1][:tokens]]
+                for n, t in a.items()
+            }
+            given["slots"] = torch.arange(tokens) * 2
+            eager = copy.deepcopy(given)
+            for name in ("q", "k", "v", "positions", "slots"):
+                torch._dynamo.mark_dynamic(given[name], 0)
+            with torch.compiler.set_stance("default" if tokens == TOKENS else "fail_on_recompile"):
+                got = program(**given)
+            torch.testing.assert_close(got, apart(**eager), rtol=2**-7, atol=2**-7)  # one bf16 step
+            torch.testing.assert_close(given["k_cache"], eager["k_cache"], rtol=2**-7, atol=2**-7)
+            assert torch.equal(given["v_cache"], eager["v_cache"])
+        assert report.hits == {"rope_kv": 1}
+        with pytest.raises((RuntimeError, IndexError)):  # never fewer rows than slots, silently
+            program(**{**given, "v": given["v"][:4]})
 
 
 def test_dynamic_heads_are_refused_with_a_sentence():

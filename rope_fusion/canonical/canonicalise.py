@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from rope_fusion._torch import REINPLACES_THROUGH_VIEWS
 from rope_fusion.canonical.attributes import (
@@ -585,19 +585,9 @@ class Canonicaliser:
         if a.base.meta["val"].dtype != b.base.meta["val"].dtype:
             return False
         first_rows, second_rows = (math.prod(w.value.meta["val"].shape[:-1]) for w in (a, b))
-        if equal(first_rows, second_rows):
-            return True
-        if not statically_known_true(first_rows != second_rows):
-            self._say_once(
-                f"the cache writes {name_of(a.node)} and {name_of(b.node)} have the same slots, but nothing says that their values "
-                f"have as many rows ({first_rows} and {second_rows}), so k and v do not share an operator; say it in the program, "
-                "for instance torch._check(v.shape[0] == k.shape[0])"
-            )
-        return False
-
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._result.near_misses:
-            self._result.near_misses.append(sentence)
+        # Rows that go to the same slots are as many, or the program fails; dims marked dynamic one by one do not say so, and a
+        # guard does, as Inductor sets them for its own operators.
+        return equal(first_rows, second_rows) or guard_or_false(first_rows == second_rows)
 
     @staticmethod
     def _one_slot_each(write: CacheWrite) -> bool:
