@@ -411,9 +411,6 @@ def test_v_computed_from_the_written_k_cache_is_not_fused_with_it():
     program(expected)
     result = compiled(program, a)
     assert "rope_kv" not in result.hits
-    assert any("torch._check(v.shape[0] == k.shape[0])" in sentence for sentence in result.report.near_misses), (
-        result.report.near_misses
-    )
     torch.testing.assert_close(a["v_cache"], expected["v_cache"], rtol=2**-7, atol=2**-6)  # one bf16 step of the double
 
 
