@@ -30,7 +30,7 @@ def separate_pair_views(graph: Graph, emitter: Emitter) -> None:
         if len(shape) < 3 or not isinstance(shape[-2], int) or shape[-1] != 2:
             continue
         width = 2 * shape[-2]
-        if not isinstance(merged[-1], int) or merged[-1] <= width or merged[-1] % width:
+        if not isinstance(merged[-1], int) or not width or merged[-1] <= width or merged[-1] % width:
             continue
         sizes = size_arguments(emitter, [*shape[:-2], width], pairs)
         if sizes is not None:
