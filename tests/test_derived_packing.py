@@ -148,7 +148,14 @@ class Squared(QuantisedLinear):
         return x + torch.mm(weight, weight.t()).sum()
 
 
-@pytest.mark.parametrize("kind", [AlsoAdded, Batched, ScaledSum, MatrixBias, Squared])
+class PermutedInPlace(QuantisedLinear):
+    """Permuted, and lying as before: not the transposed weight, for which a square one passes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.dequantised(x.dtype).permute(-2, 1)
+
+
+@pytest.mark.parametrize("kind", [AlsoAdded, Batched, ScaledSum, MatrixBias, Squared, PermutedInPlace])
 def test_what_anything_else_reads_is_kept_as_it_is(kind: type[QuantisedLinear]):
     module, harness, x = kind(SIZE, SIZE, 32), Harness(), tokens()
     assert close(harness.compile(module)(x), module(x))

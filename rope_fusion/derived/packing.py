@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from rope_fusion.canonical.cache_views import permutation
 from rope_fusion.canonical.static_values import aten, tensor_of
 from rope_fusion.kernels.packed_linear import pack_weight, packed_linear, packs
 
@@ -35,7 +36,7 @@ def packing_of(weights: Sequence[Node]) -> Packing | None:
     if value.numel() < _WORTH_IT or not packs(value.dtype):
         return None
     readers = [user for weight in weights for user in weight.users]
-    transposed = not all(reader.target is aten.permute.default for reader in readers)
+    transposed = not all(reader.target is aten.permute.default and permutation(reader) == [1, 0] for reader in readers)
     operands = list(weights) if transposed else readers
     products: dict[Node, None] = {}
     for operand in operands:
