@@ -138,8 +138,9 @@ class FusionPass(CustomGraphPass):
             stable_topological_sort(graph)
             if self.options.check_bounds:
                 check_indices(graph, emitter)
-            _drop_unread_outputs(graph, fake_mode)
-            _narrow_results(graph, fake_mode)
+            live = _live(graph)
+            _drop_unread_outputs(graph, fake_mode, live)
+            _narrow_results(graph, fake_mode, live)
             engine.erase_replaced(graph)
             graph.eliminate_dead_code()  # last: an erased node cannot be brought back by a roll-back
         return hits
@@ -185,9 +186,8 @@ def _prologue_operator(node: Node) -> Any:
     return None
 
 
-def _drop_unread_outputs(graph: Graph, fake_mode: Any) -> None:
+def _drop_unread_outputs(graph: Graph, fake_mode: Any, live: set[Node]) -> None:
     """The fused operator writes the rotated q and k only where somebody reads them."""
-    live = _live(graph)
     for node in list(graph.nodes):
         if _prologue_operator(node) is None:
             continue
@@ -201,12 +201,11 @@ def _drop_unread_outputs(graph: Graph, fake_mode: Any) -> None:
         node.meta["val"] = tuple(values)
 
 
-def _narrow_results(graph: Graph, fake_mode: Any) -> None:
+def _narrow_results(graph: Graph, fake_mode: Any, live: set[Node]) -> None:
     """The fused operator itself rounds what it returns, where all that its readers do with it first is to round it.
 
     It works in fp32 where the program quantises a rotated k it has not rounded, while q goes on in its own dtype.
     """
-    live = _live(graph)
     for node in list(graph.nodes):
         if _prologue_operator(node) is not torch.ops.rope_fusion.rope_qkv.default:
             continue
@@ -215,22 +214,22 @@ def _narrow_results(graph: Graph, fake_mode: Any) -> None:
         outputs = [user for user in node.users if user in live and user.args[1] in (0, 1)]
         q = node.kwargs["q"] if node.target is auto_functionalized else node.args[0]
         dtype = q.meta["val"].dtype
-        found = [_only_rounded(output, dtype, live) for output in outputs]
-        if dtype == torch.float32 or not outputs or any(chains is None for chains in found):
+        if dtype == torch.float32 or not outputs:
+            continue
+        found = [chains for output in outputs if (chains := _only_rounded(output, dtype, live)) is not None]
+        if len(found) < len(outputs):
             continue
         node.kwargs = {**node.kwargs, "result_dtype": dtype}
         values = list(node.meta["val"])
         with fake_mode, torch.no_grad():
             for index in (0, 1):
                 values[index] = values[index].to(dtype)
-            for views, _ in (chains for chains in found if chains is not None):
-                for view in views:
-                    view.meta["val"] = view.meta["val"].to(dtype)
+            for view in itertools.chain.from_iterable(views for views, _ in found):
+                view.meta["val"] = view.meta["val"].to(dtype)
         node.meta["val"] = tuple(values)
-        for _, roundings in (chains for chains in found if chains is not None):
-            for rounding in roundings:
-                rounding.replace_all_uses_with(rounding.all_input_nodes[0])
-                graph.erase_node(rounding)
+        for rounding in itertools.chain.from_iterable(roundings for _, roundings in found):
+            rounding.replace_all_uses_with(rounding.all_input_nodes[0])
+            graph.erase_node(rounding)
 
 
 def _only_rounded(output: Node, dtype: torch.dtype, live: set[Node]) -> tuple[list[Node], list[Node]] | None:

@@ -20,10 +20,7 @@ from rope_fusion._torch import OPAQUE_TYPE, stable_topological_sort
 from rope_fusion.canonical.emitter import Emitter
 from rope_fusion.canonical.engine_caches import EngineCaches, Refused
 from rope_fusion.canonical.functional import CallReader, InPlaceCall, functional_target
-from rope_fusion.canonical.graph_views import (
-    live_nodes,
-    size_arguments,
-)
+from rope_fusion.canonical.graph_views import live_nodes, size_arguments
 from rope_fusion.canonical.in_place import Functionalised, OrderOfEffects, functionalise
 from rope_fusion.canonical.layer_writes import known_layer
 from rope_fusion.canonical.layout import equal, is_one
@@ -135,40 +132,22 @@ class _Finder:
 
     def rotary_embedding(self, call: InPlaceCall) -> None:
         arguments = call.arguments
-        inverse, start = arguments.get("inverse", False), arguments.get("rope_dim_offset", 0)
-        is_neox = arguments.get("is_neox", True)
-        for name in ("query", "key"):
-            if name in call.after:
-                self._rotation(
-                    call,
-                    x=arguments[name],
-                    after=call.after[name],
-                    positions=arguments["positions"],
-                    table=arguments["cos_sin_cache"],
-                    interleaved=not is_neox,
-                    head_size=arguments["head_size"],
-                    start=start,
-                    inverse=inverse,
-                )
+        self._rotations(
+            call,
+            {name: name for name in ("query", "key") if name in call.after},
+            positions="positions",
+            interleaved=not arguments.get("is_neox", True),
+            head_size=arguments["head_size"],
+            start=arguments.get("rope_dim_offset", 0),
+            inverse=arguments.get("inverse", False),
+        )
 
     def apply_rope(self, call: InPlaceCall) -> None:
         """FlashInfer's and SGLang's rotation of q and k into q_rope and k_rope."""
         arguments = call.arguments
         if arguments.get("k_buffer") is not None:
             raise Refused("it stores k and v itself, so that nothing is left to fuse with it")
-        for name in ("q", "k"):
-            x = arguments[name]
-            self._rotation(
-                call,
-                x=x,
-                after=call.after[f"{name}_rope"],
-                positions=arguments["pos_ids"],
-                table=arguments["cos_sin_cache"],
-                interleaved=arguments["interleave"],
-                head_size=x.meta["val"].shape[-1],
-                start=0,
-                inverse=False,
-            )
+        self._rotations(call, {"q": "q_rope", "k": "k_rope"}, positions="pos_ids", interleaved=arguments["interleave"])
 
     def apply_rope_inplace(self, call: InPlaceCall) -> None:
         """SGLang's rotation of q and k, [tokens, heads, dim] each."""
@@ -176,41 +155,45 @@ class _Finder:
         width, rope_dim = arguments["cos_sin_cache"].meta["val"].shape[-1], arguments.get("rope_dim", 0)
         if rope_dim not in (0, width):
             raise Refused(f"rope_dim={rope_dim} is not the width of its cos/sin cache, {width}")
-        for name in ("q", "k"):
-            x = arguments[name]
-            self._rotation(
-                call,
-                x=x,
-                after=call.after[name],
-                positions=arguments["positions"],
-                table=arguments["cos_sin_cache"],
-                interleaved=not arguments["is_neox"],
-                head_size=x.meta["val"].shape[-1],
-                start=0,
-                inverse=False,
-            )
+        self._rotations(call, {"q": "q", "k": "k"}, positions="positions", interleaved=not arguments["is_neox"])
 
     def fused_rope_update(self, call: InPlaceCall) -> None:
         """vLLM's own fusion: a rotation of q and k and a write of k and v to the layer's cache."""
         arguments = call.arguments
-        for name in ("query", "key"):
-            x = arguments[name]
-            self._rotation(
-                call,
-                x=x,
-                after=call.after[name],
-                positions=arguments["positions"],
-                table=arguments["cos_sin_cache"],
-                interleaved=not arguments["is_neox"],
-                head_size=x.meta["val"].shape[-1],
-                start=0,
-                inverse=False,
-            )
+        self._rotations(
+            call, {"query": "query", "key": "key"}, positions="positions", interleaved=not arguments["is_neox"]
+        )
         done = call.results[0]
         if done is not None:
             key = self._found.rotations[-1].out
             self._layer_write(done, call.target, key, arguments["value"], arguments["layer_name"], True)
             self._output(call.node, done)
+
+    def _rotations(
+        self,
+        call: InPlaceCall,
+        results: dict[str, str],
+        *,
+        positions: str,
+        interleaved: bool,
+        head_size: int | None = None,
+        start: int = 0,
+        inverse: bool = False,
+    ) -> None:
+        """Each argument named, rotated into the one beside it; its last dim is one head where no `head_size` is given."""
+        for name, into in results.items():
+            x = call.arguments[name]
+            self._rotation(
+                call,
+                x=x,
+                after=call.after[into],
+                positions=call.arguments[positions],
+                table=call.arguments["cos_sin_cache"],
+                interleaved=interleaved,
+                head_size=x.meta["val"].shape[-1] if head_size is None else head_size,
+                start=start,
+                inverse=inverse,
+            )
 
     def _rotation(
         self,

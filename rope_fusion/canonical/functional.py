@@ -30,7 +30,6 @@ from rope_fusion.canonical.graph_views import (
     VIEWS,
     Region,
     region_of,
-    replay,
     size_arguments,
     steps_of,
     view_steps,
@@ -302,7 +301,7 @@ class CallReader:
             if (peeled := self._peel_reshapes(current)) in patches:
                 current = peeled
         start = self._reshaped(current, patched)
-        return None if start is None else replay(self._emit, path, start)
+        return None if start is None else self._emit.replay(path, start)
 
     @staticmethod
     def _peel_reshapes(node: Node) -> Node:

@@ -190,27 +190,13 @@ def size_arguments(emitter: Emitter, shape: Sequence[Any], value: Node) -> list[
     return sizes
 
 
-def replay(emitter: Emitter, path: Sequence[Node], start: Node) -> Node:
-    """The views `path` taken of `start` instead."""
-    node = start
-    for view in path:
-        if view.target is operator.getitem:
-            split = view.args[0]
-            assert isinstance(split, Node)
-            parts = emitter.call(split.target, node, *split.args[1:], **split.kwargs)  # type: ignore[arg-type]
-            node = emitter.call(operator.getitem, parts, view.args[1])
-        else:
-            node = emitter.call(view.target, node, *view.args[1:], **view.kwargs)  # type: ignore[arg-type]
-    return node
-
-
 def written_back(emitter: Emitter, path: Sequence[Node], whole: Node, value: Node) -> Node:
     """`whole` with `value` written to the view that `path` makes of it."""
     if not path:
         return value
     step, *rest = path
     if rest:
-        value = written_back(emitter, rest, replay(emitter, [step], whole), value)
+        value = written_back(emitter, rest, emitter.replay([step], whole), value)
     call, target = emitter.call, step.target
     if target is operator.getitem:
         split, index = step.args

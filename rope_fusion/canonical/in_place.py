@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from rope_fusion._torch import auto_functionalized
 from rope_fusion.canonical.emitter import Emitter
-from rope_fusion.canonical.graph_views import SPLITS, live_nodes, replay, root_of, view_steps, viewed, written_back
+from rope_fusion.canonical.graph_views import SPLITS, live_nodes, root_of, view_steps, viewed, written_back
 
 aten = torch.ops.aten
 
@@ -189,7 +189,7 @@ class _Functionaliser:
         if node is root:
             return state
         if (node, state) not in self._seen:
-            self._seen[node, state] = replay(self._emit, view_steps(root, node), state)
+            self._seen[node, state] = self._emit.replay(view_steps(root, node), state)
             self._result._values.append((self._maker[state], self._seen[node, state], node))
         return self._seen[node, state]
 

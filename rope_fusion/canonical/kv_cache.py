@@ -65,8 +65,9 @@ def find_cache_writes(graph: Graph, known: Container[Node] = ()) -> tuple[list[C
     seen: set[Node] = set()
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
         base, value = copy.args[0], copy.args[1]
-        if isinstance(base, Node) and base.op == "placeholder" and _same_dtype(base, value):
-            assert isinstance(value, Node)
+        if not isinstance(base, Node) or base.op != "placeholder" or not isinstance(value, Node):
+            continue
+        if value.meta["val"].dtype == base.meta["val"].dtype:
             chain, sentence = _chain(base, value, seen)
             located += [(base, write) for write in chain if write.node not in known]
             if sentence is not None:
@@ -115,10 +116,6 @@ def _chain(base: Node, value: Node, seen: set[Node]) -> tuple[list[LocatedWrite]
         seen.update((where, *where.all_input_nodes))
         return [], f"the write {where.name} into {base.name} is no cache write: {refused}"
     return chain[::-1], None
-
-
-def _same_dtype(base: Node, value: Any) -> bool:
-    return isinstance(value, Node) and value.meta["val"].dtype == base.meta["val"].dtype
 
 
 def _same_shape(node: Node, base: Node) -> bool:

@@ -31,7 +31,7 @@ class Launcher:
                 return self._repeat(arguments)
             if process_failures().reason("rope_qkv", arguments[0].device) is None:
                 return self._first(arguments)
-        except Exception:
+        except Exception:  # the operator tries again; if it fails too, it says so and computes by its reference
             pass
         return torch.ops.rope_fusion.rope_qkv.encoded(*arguments)
 

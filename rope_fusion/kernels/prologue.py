@@ -27,7 +27,8 @@ def _is_static(kernel: FallbackKernel) -> bool:
     """Whether the sizes and strides of all that it takes are numbers."""
     inputs: Any = kernel.inputs
     layouts = [buffer.get_output_spec() for buffer in inputs]
-    return all(str(n).lstrip("-").isdigit() for layout in layouts for n in (*layout.size, *layout.stride))
+    sizes = [size for layout in layouts for size in (*layout.size, *layout.stride)]
+    return all(isinstance(size, int) or size.is_Integer for size in sizes)
 
 
 class _PrologueCall(FallbackKernel):
@@ -97,24 +98,7 @@ def call_prologue(
         "q_scale": q_scale,
         "k_scale": k_scale,
         "v_scale": v_scale,
-        "interleaved": rope.interleaved,
-        "inverse": rope.inverse,
-        "halves_out": rope.halves_out,
-        "rotary_dim": rope.rotary_dim,
-        "rotary_start": rope.start,
-        "q_fp8": q_fp8.dtype if q_fp8 else None,
-        "kv_fp8": write.kv_fp8 if write else None,
-        "q_scale_value": q_fp8.scale_value if q_fp8 else 1.0,
-        "k_scale_value": write.k_scale_value if write else 1.0,
-        "v_scale_value": write.v_scale_value if write else 1.0,
-        "q_scale_multiplies": q_fp8.multiplies if q_fp8 else False,
-        "kv_scale_multiplies": write.scale_multiplies if write else False,
-        "k_layout": write.k_layout if write else "",
-        "v_layout": write.v_layout if write else "",
-        "skip_negative_slots": write.skip_negative_slots if write else False,
-        "math_dtype": rope.math_dtype,
-        "out_dtype": rope.out_dtype,
-        "exact": rope.exact,
+        **_operator.options_of(rope, q_fp8, write),
         "need_q": True,
         "need_k": k is not None,
     }

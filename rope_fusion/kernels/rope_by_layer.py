@@ -10,7 +10,6 @@ and are no overloads, because torch 2.13 aborts at exit when a library with opaq
 
 from __future__ import annotations
 
-import dataclasses
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from rope_fusion._torch import OPAQUE_TYPE
 from rope_fusion.canonical.attributes import QuantAttributes, RotaryAttributes
 from rope_fusion.engines import CacheBinding, bind
-from rope_fusion.kernels.rope_qkv import decoded, encoded, fake_of_encoded
+from rope_fusion.kernels.rope_qkv import decoded, encoded, fake_of_encoded, options_of
 
 SCHEMA = """{name}(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions,
     Tensor? q_scale, {layer} layer, str provider, str options, *, bool need_q, bool need_k) -> (Tensor q_rot,
@@ -81,31 +80,12 @@ def encoded_options(rotary: RotaryAttributes, quant: QuantAttributes | None) -> 
 
     They are one string for the reason given there: the dispatcher would convert each by itself, in every call.
     """
-    return encoded(
-        interleaved=rotary.interleaved,
-        inverse=rotary.inverse,
-        halves_out=rotary.halves_out,
-        rotary_dim=rotary.rotary_dim,
-        rotary_start=rotary.start,
-        q_fp8=quant.dtype if quant else None,
-        kv_fp8=None,
-        q_scale_value=quant.scale_value if quant else 1.0,
-        k_scale_value=1.0,
-        v_scale_value=1.0,
-        q_scale_multiplies=quant.multiplies if quant else False,
-        kv_scale_multiplies=False,
-        k_layout="",
-        v_layout="",
-        skip_negative_slots=True,
-        math_dtype=rotary.math_dtype,
-        out_dtype=rotary.out_dtype,
-        exact=rotary.exact,
-    )
+    return encoded(**options_of(rotary, quant, None) | {"skip_negative_slots": True})
 
 
 @lru_cache(maxsize=1024)
 def _with_cache(options: str, fp8: torch.dtype | None, k_layout: str, v_layout: str) -> str:
-    return dataclasses.replace(decoded(options), kv_fp8=fp8, k_layout=k_layout, v_layout=v_layout).encode()
+    return encoded(**vars(decoded(options)) | {"kv_fp8": fp8, "k_layout": k_layout, "v_layout": v_layout})
 
 
 def fake(

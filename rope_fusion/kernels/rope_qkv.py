@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_fusion.canonical.attributes import Attributes
+from rope_fusion.canonical.attributes import Attributes, KvWriteAttributes, QuantAttributes, RotaryAttributes
 from rope_fusion.kernels.cache_layout import parse_layout
 from rope_fusion.kernels.failures import or_reference
 
@@ -71,6 +71,32 @@ class PrologueOptions(Attributes):
     def returned(self) -> torch.dtype:
         """The dtype of the rotated q and k that the operator returns."""
         return self.result_dtype or self.out_dtype
+
+
+def options_of(
+    rotary: RotaryAttributes, quant: QuantAttributes | None, write: KvWriteAttributes | None
+) -> dict[str, Any]:
+    """The options of ``rope_qkv`` that do what canonical operators of these attributes do."""
+    return {
+        "interleaved": rotary.interleaved,
+        "inverse": rotary.inverse,
+        "halves_out": rotary.halves_out,
+        "rotary_dim": rotary.rotary_dim,
+        "rotary_start": rotary.start,
+        "q_fp8": quant.dtype if quant else None,
+        "kv_fp8": write.kv_fp8 if write else None,
+        "q_scale_value": quant.scale_value if quant else 1.0,
+        "k_scale_value": write.k_scale_value if write else 1.0,
+        "v_scale_value": write.v_scale_value if write else 1.0,
+        "q_scale_multiplies": quant.multiplies if quant else False,
+        "kv_scale_multiplies": write.scale_multiplies if write else False,
+        "k_layout": write.k_layout if write else "",
+        "v_layout": write.v_layout if write else "",
+        "skip_negative_slots": write.skip_negative_slots if write else False,
+        "math_dtype": rotary.math_dtype,
+        "out_dtype": rotary.out_dtype,
+        "exact": rotary.exact,
+    }
 
 
 @lru_cache(maxsize=1024)
