@@ -131,6 +131,20 @@ KINDS = {
 ORDERS = ("quantise first", "store first", "no quantisation")
 
 
+def latent_layer(kind: str) -> Callable[..., Tensor]:
+    """DeepSeek's: q's and k's rotary parts are interleaved, k_pe has one head, and a row of the cache holds kv_c and k_pe."""
+
+    def layer(q, kv, positions, table, cache, slots, scale):
+        q_pe = (q * 2)[..., 32:]
+        kv_c, k_pe = (kv * 2).split([32, DIM], -1)
+        k_pe = k_pe.unsqueeze(1)
+        rotate(positions, q_pe, k_pe, table, is_neox=False)
+        torch.ops._C_cache_ops.concat_and_cache_mla(kv_c, k_pe.squeeze(1), cache, slots, kind, scale)
+        return q_pe * 2
+
+    return layer
+
+
 @dataclass(frozen=True)
 class Case:
     """One layer's spelling."""

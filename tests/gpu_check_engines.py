@@ -49,6 +49,7 @@ from engine_cases import (
     Case,
     arguments,
     form_settings,
+    latent_layer,
     quantised,
     rotate,
     separate,
@@ -190,18 +191,6 @@ def blocked(kind: str) -> Callable[..., Any]:
     return layer
 
 
-def latent(kind: str) -> Callable[..., Any]:
-    def layer(q, kv, positions, table, cache, slots, scale):
-        q_pe = (q * 1)[..., 32:]
-        kv_c, k_pe = (kv * 1).split([32, DIM], -1)
-        k_pe = k_pe.unsqueeze(1)
-        rotate(positions, q_pe, k_pe, table, is_neox=False)
-        torch.ops._C_cache_ops.concat_and_cache_mla(kv_c, k_pe.squeeze(1), cache, slots, kind, scale)
-        return q_pe * 2
-
-    return layer
-
-
 def programs(device: str) -> Iterator[tuple[str, Callable[..., Any], list[Any], dict[str, int]]]:
     """Name, program, arguments, hits."""
     given = arguments()
@@ -223,7 +212,7 @@ def programs(device: str) -> Iterator[tuple[str, Callable[..., Any], list[Any], 
         kv = torch.randn(TOKENS, 48, dtype=torch.bfloat16)
         cache = torch.zeros(BLOCKS, PAGE, 48, dtype=dtype)
         rest = [given["positions"], given["table"], cache, given["slots"], given["scale"]]
-        yield f"concat_and_cache_mla {kind}", latent(kind), [q, kv, *rest], plain
+        yield f"concat_and_cache_mla {kind}", latent_layer(kind), [q, kv, *rest], plain
 
 
 def check_programs(device: str) -> list[Outcome]:

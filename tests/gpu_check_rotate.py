@@ -27,6 +27,14 @@ import torch
 import triton
 from torch import Tensor
 
+from rope_fusion.bench_cases_inverse import (  # as models write them
+    halves,
+    inverse,
+    inverse_group,
+    inverse_static,
+    neox,
+    pairs,
+)
 from rope_fusion.kernels.rope_qkv import quantise_reference
 from rope_fusion.kernels.rotate import GroupFp8, Rotary, StaticFp8, arranged, group_quantized, output_shape, rotated
 from rope_fusion.kernels.rotate_triton import Launch, launch, next_power_of_2, pick_launch
@@ -224,55 +232,6 @@ def joined_table(rows: int, dim: int) -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], -1)
 
 
-# the programs, as models write them
-
-
-def inverse_rope(o: Tensor, positions: Tensor, table: Tensor, start: int) -> Tensor:
-    """The o-projection's spelling: clone, index_select, repeat_interleave, neg, stack, cat and casts."""
-    o = o.clone()
-    cos, sin = table.index_select(0, positions).chunk(2, -1)
-    cos = cos.repeat_interleave(2, -1)[:, None]
-    sin = (-sin).repeat_interleave(2, -1)[:, None]
-    x = o[..., start:].float()
-    turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    return torch.cat([o[..., :start], (x * cos + turned * sin).to(o.dtype)], -1)
-
-
-def static_fp8_chain(o: Tensor, positions: Tensor, table: Tensor, start: int) -> Tensor:
-    return (inverse_rope(o, positions, table, start).float() / 0.02).clamp(-448, 448).to(FP8)
-
-
-def group_fp8_chain(o: Tensor, positions: Tensor, table: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    groups = inverse_rope(o, positions, table, start).float().unflatten(-1, (-1, 128))
-    scales = groups.abs().amax(-1).clamp(min=1e-4) / 448
-    return (groups / scales[..., None]).clamp(-448, 448).to(FP8).flatten(-2), scales
-
-
-def partial_neox(x: Tensor, positions: Tensor, table: Tensor, start: int) -> Tensor:
-    dim = table.shape[1]
-    c, s = (torch.cat((t, t), -1)[:, None] for t in table[positions].chunk(2, -1))
-    part = x[..., start : start + dim].float()
-    turned = torch.cat((-part[..., dim // 2 :], part[..., : dim // 2]), -1)
-    return torch.cat((x[..., :start], (part * c + turned * s).to(x.dtype), x[..., start + dim :]), -1)
-
-
-def partial_pairs(x: Tensor, positions: Tensor, table: Tensor, start: int) -> Tensor:
-    dim = table.shape[1]
-    c, s = (t[:, None] for t in table[positions].chunk(2, -1))
-    a, b = x[..., start : start + dim].float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2).to(x.dtype)
-    return torch.cat((x[..., :start], turned, x[..., start + dim :]), -1)
-
-
-def partial_halves_out(x: Tensor, positions: Tensor, table: Tensor, start: int) -> Tensor:
-    dim = table.shape[1]
-    part = x[..., start : start + dim]
-    part = part.unflatten(-1, (dim // 2, 2)).transpose(-1, -2).flatten(-2)
-    c, s = (torch.cat((t, t), -1)[:, None] for t in table[positions].chunk(2, -1))
-    turned = torch.cat((-part[..., dim // 2 :], part[..., : dim // 2]), -1)
-    return torch.cat((x[..., :start], (part * c + turned * s).to(x.dtype), x[..., start + dim :]), -1)
-
-
 @dataclass(frozen=True)
 class Case:
     """A program and the kernel's form that stands for it."""
@@ -281,7 +240,7 @@ class Case:
     width: int
     start: int
     dim: int
-    program: Callable[..., Any] = inverse_rope
+    program: Callable[..., Any] = inverse
     form: str = "copy"  # "copy" | "in place" | "static" | "group"
     changes: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -344,17 +303,17 @@ class Run:
 OUTPUT = Case(16, 512, 448, 64)
 WIDE = replace(OUTPUT, heads=128)
 PARTIAL = {
-    "neox 32/128": Case(32, 128, 0, 32, partial_neox, changes={"interleaved": False, "inverse": False}),
-    "neox 64/96": Case(32, 96, 0, 64, partial_neox, changes={"interleaved": False, "inverse": False}),
-    "pairs 64/128": Case(32, 128, 0, 64, partial_pairs, changes={"inverse": False}),
-    "pairs end 64/192": Case(128, 192, 128, 64, partial_pairs, changes={"inverse": False}),
-    "halves 64/192": Case(128, 192, 128, 64, partial_halves_out, changes={"halves_out": True, "inverse": False}),
-    "neox kv 64/128": Case(2, 128, 0, 64, partial_neox, changes={"interleaved": False, "inverse": False}),
+    "neox 32/128": Case(32, 128, 0, 32, neox, changes={"interleaved": False, "inverse": False}),
+    "neox 64/96": Case(32, 96, 0, 64, neox, changes={"interleaved": False, "inverse": False}),
+    "pairs 64/128": Case(32, 128, 0, 64, pairs, changes={"inverse": False}),
+    "pairs end 64/192": Case(128, 192, 128, 64, pairs, changes={"inverse": False}),
+    "halves 64/192": Case(128, 192, 128, 64, halves, changes={"halves_out": True, "inverse": False}),
+    "neox kv 64/128": Case(2, 128, 0, 64, neox, changes={"interleaved": False, "inverse": False}),
 }
 TABLE = [(OUTPUT, 1), (OUTPUT, 16), (OUTPUT, 64), (WIDE, 1), (WIDE, 64), (OUTPUT, 4096), (WIDE, 4096)]
 FP8_TABLE = [
     (replace(case, form=form, program=program), tokens)
-    for form, program in (("static", static_fp8_chain), ("group", group_fp8_chain))
+    for form, program in (("static", inverse_static), ("group", inverse_group))
     for case, tokens in ((OUTPUT, 1), (OUTPUT, 64), (WIDE, 64), (WIDE, 4096))
 ]
 PARTIAL_TABLE = [(case, tokens) for case in PARTIAL.values() for tokens in (1, 64, 1024, 8192)]

@@ -15,6 +15,7 @@ from engine_cases import (
     TOKENS,
     arguments,
     form_settings,
+    latent_layer,
     quantised,
     rotate,
     split_heads,
@@ -65,13 +66,10 @@ def latent_caches(kind: str) -> Tensor:
 def test_latent_attention_stores_its_row_in_one_launch(form, kind):
     """DeepSeek's: q's and k's rotary parts are interleaved, k_pe has one head, and a row holds kv_c and k_pe."""
 
-    def layer(q, kv, positions, table, cache, slots, scale):
-        q_pe = (q * 2)[..., 32:]
-        kv_c, k_pe = (kv * 2).split([32, DIM], -1)
-        k_pe = k_pe.unsqueeze(1)
-        rotate(positions, q_pe, k_pe, table, is_neox=False)
-        torch.ops._C_cache_ops.concat_and_cache_mla(kv_c, k_pe.squeeze(1), cache, slots, kind, scale)
-        return q_pe * 2, cache * 2 if kind == "auto" else cache
+    latent = latent_layer(kind)
+
+    def layer(*args):
+        return latent(*args), args[4] * 2 if kind == "auto" else args[4]
 
     torch.manual_seed(0)
     given = arguments()

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -88,30 +87,12 @@ def test_interpreted_kernel_agrees_with_the_reference(monkeypatch):
 
     from rope_fusion.kernels.rope_qkv import encoded, reference
     from rope_fusion.kernels.rope_qkv_triton import LaunchParameters, launch
+    from rope_fusion.kernels.variants import plain_options
 
     exact_arithmetic(monkeypatch)
     q, k, v = (torch.randn(1, len(SLOTS), heads, DIM) for heads in (4, HEADS, HEADS))
     cos, sin = torch.randn(5, DIM // 2), torch.randn(5, DIM // 2)
-    options: dict[str, Any] = {
-        "interleaved": False,
-        "inverse": False,
-        "halves_out": False,
-        "rotary_dim": DIM,
-        "rotary_start": 0,
-        "q_fp8": None,
-        "kv_fp8": None,
-        "q_scale_value": 1.0,
-        "k_scale_value": 1.0,
-        "v_scale_value": 1.0,
-        "q_scale_multiplies": False,
-        "kv_scale_multiplies": False,
-        "k_layout": "n h p d[0:8]",
-        "v_layout": "n h p d[8:16]",
-        "skip_negative_slots": True,
-        "math_dtype": torch.float32,
-        "out_dtype": torch.float32,
-        "exact": False,
-    }
+    options = plain_options(DIM, k_layout="n h p d[0:8]", v_layout="n h p d[8:16]")
 
     def stored(run: str) -> tuple[Tensor, Tensor]:
         cache = torch.zeros(BLOCKS, HEADS, PAGE, 2 * DIM)

@@ -17,33 +17,12 @@ from rope_fusion.kernels.rope_qkv import (
     store_reference,
     unsupported,
 )
-from rope_fusion.kernels.variants import AXES, PreparedCall, covering, describe, is_valid, make_call
+from rope_fusion.kernels.variants import AXES, PreparedCall, covering, describe, is_valid, make_call, plain_options
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3 = torch.float8_e4m3fn
 VARIANTS = covering()
-PLAIN: dict[str, Any] = {
-    "interleaved": False,
-    "inverse": False,
-    "halves_out": False,
-    "rotary_dim": 64,
-    "rotary_start": 0,
-    "q_fp8": None,
-    "kv_fp8": None,
-    "q_scale_value": 1.0,
-    "k_scale_value": 1.0,
-    "v_scale_value": 1.0,
-    "q_scale_multiplies": False,
-    "kv_scale_multiplies": False,
-    "k_layout": "n p h d",
-    "v_layout": "n p h d",
-    "skip_negative_slots": True,
-    "math_dtype": FP32,
-    "out_dtype": FP32,
-    "exact": False,
-    "need_q": True,
-    "need_k": True,
-}
+PLAIN = plain_options(64, need_q=True, need_k=True)
 OPERATOR = torch.ops.rope_fusion.rope_qkv
 
 

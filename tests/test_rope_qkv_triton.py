@@ -17,7 +17,7 @@ from interpreter import exact_arithmetic
 from torch import Tensor
 
 from rope_fusion.kernels.rope_qkv import reference
-from rope_fusion.kernels.variants import FP32, PreparedCall, covering, describe, make_call
+from rope_fusion.kernels.variants import FP32, PreparedCall, covering, describe, make_call, plain_options
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -172,26 +172,7 @@ def test_kernels_for_other_outputs_are_compiled_apart(q_fp8: torch.dtype | None)
     from rope_fusion.kernels.rope_qkv import Target, encoded
     from rope_fusion.kernels.rope_qkv_triton import plan_of
 
-    options = encoded(
-        interleaved=False,
-        inverse=False,
-        halves_out=False,
-        rotary_dim=16,
-        rotary_start=0,
-        q_fp8=q_fp8,
-        kv_fp8=None,
-        q_scale_value=1.0,
-        k_scale_value=1.0,
-        v_scale_value=1.0,
-        q_scale_multiplies=False,
-        kv_scale_multiplies=False,
-        k_layout="n p h d",
-        v_layout="n p h d",
-        skip_negative_slots=True,
-        math_dtype=torch.float32,
-        out_dtype=torch.bfloat16,
-        exact=False,
-    )
+    options = encoded(**plain_options(16, q_fp8=q_fp8, out_dtype=torch.bfloat16))
 
     def layout(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
         x = torch.empty(shape, dtype=dtype, device="meta")

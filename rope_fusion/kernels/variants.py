@@ -185,6 +185,31 @@ def random_bytes(shape: Sequence[int], dtype: torch.dtype, device: torch.device,
     return torch.randn(shape, generator=generator, device=generator.device).to(dtype).to(device)
 
 
+def plain_options(rotary_dim: int, **changed: Any) -> dict[str, Any]:
+    """Options of a neox rotation of the first ``rotary_dim`` elements in fp32, into a paged cache as it is; with changes."""
+    return {
+        "interleaved": False,
+        "inverse": False,
+        "halves_out": False,
+        "rotary_dim": rotary_dim,
+        "rotary_start": 0,
+        "q_fp8": None,
+        "kv_fp8": None,
+        "q_scale_value": 1.0,
+        "k_scale_value": 1.0,
+        "v_scale_value": 1.0,
+        "q_scale_multiplies": False,
+        "kv_scale_multiplies": False,
+        "k_layout": "n p h d",
+        "v_layout": "n p h d",
+        "skip_negative_slots": True,
+        "math_dtype": FP32,
+        "out_dtype": FP32,
+        "exact": False,
+        **changed,
+    }
+
+
 def make_call(variant: Variant, seed: int = 0, device: torch.device | str = "cpu", places: int = 4) -> PreparedCall:
     """Arguments for ``variant`` with fresh random data; ``places`` is the size of a block of a paged cache."""
     device = torch.device(device)
