@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from rope_fusion.bench_programs import Call, Measurement, Program, measure, table
+from rope_fusion.bench_stack import BF16, FP8, PAGE, quantised, store
 from rope_fusion.bench_timing import POISON, fp8_suits, needs_gpu
 
 __all__ = ["benchmark", "skipped", "table"]
 
-FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
-PAGE = 16
 skipped = needs_gpu
 
 
@@ -49,14 +48,9 @@ REHEARSED = (
 )
 
 
-def quantised(x: Tensor, scale: Tensor) -> Tensor:
-    """Static FP8."""
-    return (x.float() / scale).clamp(-448, 448).to(FP8)
-
-
 def prologue(
     shape: Shape,
-    store: Callable[[Tensor, Tensor, Tensor], None],
+    spelling: str,
     rounds: bool,
     qkv: Tensor,
     table: Tensor,
@@ -66,7 +60,10 @@ def prologue(
     k_cache: Tensor,
     v_cache: Tensor,
 ) -> Tensor:
-    """The rotated, perhaps quantised q; K and V go to their caches. `rounds`: what is quantised is rounded to bf16 first."""
+    """The rotated, perhaps quantised q; K and V go to their caches in a `spelling` of `store`.
+
+    `rounds`: what is quantised is rounded to bf16 first.
+    """
     sizes = [shape.q_heads, shape.kv_heads, shape.kv_heads]
     q, k, v = qkv.view(qkv.shape[0], -1, shape.dim).split(sizes, 1)
     cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
@@ -79,21 +76,9 @@ def prologue(
     q, k = rotated(q, shape.q_fp8), rotated(k, shape.kv_fp8)
     if shape.kv_fp8:
         k, v = quantised(k, scales[1:2]), quantised(v, scales[2:3])
-    store(k_cache, k, slots)
-    store(v_cache, v, slots)
+    store(k_cache, k, slots, spelling)
+    store(v_cache, v, slots, spelling)
     return quantised(q, scales[:1]) if shape.q_fp8 else q
-
-
-def store_direct(cache: Tensor, x: Tensor, slots: Tensor) -> None:
-    """In place by plain Inductor, for FP8 too."""
-    cache[slots // PAGE, slots % PAGE] = x
-
-
-def store_bytes(cache: Tensor, x: Tensor, slots: Tensor) -> None:
-    """For eager torch, which cannot index FP8 tensors."""
-    if x.element_size() == 1:
-        cache, x = cache.view(torch.uint8), x.view(torch.uint8)
-    cache[slots // PAGE, slots % PAGE] = x
 
 
 def make(shape: Shape, tokens: int, device: str) -> Call:
@@ -121,15 +106,13 @@ def make(shape: Shape, tokens: int, device: str) -> Call:
         + tokens * shape.dim * 2 * shape.kv_heads * cache_type.itemsize
     )
     arguments = (qkv, table, positions, slots, scales, cache(), cache())
-    unrounded = _program(shape, store_bytes, rounds=False)
-    return Call(_program(shape, store_direct), _program(shape, store_bytes), arguments, (5, 6), moved, unrounded)
+    unrounded = _program(shape, "bytes", rounds=False)
+    return Call(_program(shape, "direct"), _program(shape, "bytes"), arguments, (5, 6), moved, unrounded)
 
 
-def _program(
-    shape: Shape, store: Callable[[Tensor, Tensor, Tensor], None], rounds: bool = True
-) -> Callable[..., Tensor]:
+def _program(shape: Shape, spelling: str, rounds: bool = True) -> Callable[..., Tensor]:
     def program(*operands: Tensor) -> Tensor:
-        return prologue(shape, store, rounds, *operands)
+        return prologue(shape, spelling, rounds, *operands)
 
     return program
 

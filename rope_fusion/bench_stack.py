@@ -102,7 +102,7 @@ def quantised(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def store(cache: Tensor, x: Tensor, slots: Tensor, spelling: str) -> None:
-    """Write x [B, H, D] at its slots."""
+    """Write x [B, H, D] at its slots; "bytes" is the direct spelling for eager torch, and "view" writes through one."""
     if x.element_size() == 1 and spelling != "direct":  # eager torch cannot index FP8 tensors; Inductor can
         cache, x = cache.view(torch.uint8), x.view(torch.uint8)
     if spelling == "view":
