@@ -158,6 +158,7 @@ def compile_job(job: tuple[Shape, int, Variant, bool], device: str) -> dict[str,
 
 def profile_job(shape: Shape, batch: int, variant: Variant, device: str) -> dict[str, float]:
     """Microseconds of each kernel in one layer, averaged over the layers of a step."""
+    torch.compiler.reset()  # beyond eight compilations of one function in a process Dynamo leaves it to eager
     register(device)
     layers = make_layers(shape, batch, shape.layers, device)
     with torch.no_grad():

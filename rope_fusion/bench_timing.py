@@ -291,6 +291,7 @@ def _compile_in_this_process() -> None:
 
 
 def _compile_one(module: str, job: Any, device: str) -> Any:
+    torch.compiler.reset()  # beyond eight compilations of one function in a process Dynamo leaves it to eager
     with suppress(Exception):
         return importlib.import_module(module).compile_job(job, device)
     return None

@@ -133,6 +133,17 @@ def test_a_decode_stack_fuses_whatever_the_spelling_and_is_right() -> None:
     assert shape.name in bench_cases_decode.table([found])
 
 
+def test_profiles_in_one_process_are_of_compiled_code_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo counts the compilations of one function, and a layer is the same function in every variant and batch size."""
+    monkeypatch.setattr(bench_cases_decode, "kernel_times_us", lambda call: {"all": float(call().isnan().sum())})
+    monkeypatch.setattr(bench_cases_decode, "_how", lambda variant, device: {"backend": "eager"})
+    direct = bench_cases_decode.PLAIN_OPERATORS[1]
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for batch in (1, 2, 3):
+            profiled = bench_cases_decode.profile_job(bench_stack.REHEARSED[0], batch, direct, DEVICE)
+            assert profiled == {"all": 0.0}
+
+
 def test_a_step_that_forgets_to_write_its_cache_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_cases_decode.register(DEVICE)
     shape = bench_stack.REHEARSED[0]
