@@ -14,7 +14,9 @@ from engine_graphs import FUSED, Compiled, check
 from rope_fusion.backend import rope_fusion
 from rope_fusion.report import Report
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "engines.md"
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "engines.md"
+PINNED = re.findall(r"^torch==([\d.]+)", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def fuse(form: str) -> Compiled:
@@ -29,6 +31,9 @@ def test_four_layers_give_four_hits_and_no_engine_operator_is_left(form):
     assert not any(name in call for call in result.calls() for name in ("_C.", "_C_cache_ops", "clone"))
 
 
+@pytest.mark.skipif(
+    torch.__version__.split("+")[0] not in PINNED, reason=f"graphs are shown as torch {PINNED} makes them"
+)
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_documentation_shows_the_graphs(side, request):
     graph = getattr(fuse("v1"), side)
