@@ -6,6 +6,7 @@ Importing this module imports torch's Inductor (seconds); `import rope_fusion` d
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -72,30 +73,87 @@ def _register_opaque_type() -> str | None:
 OPAQUE_TYPE = _register_opaque_type()
 
 
-def lower_to_kernel(kernel: type[FallbackKernel], operator: torch._ops.OpOverload, *arguments: Any) -> Any:
-    """What a lowering returns that leaves a call of `operator` in the generated code, as a node of class `kernel`."""
+class CallSite(FallbackKernel):
+    """A call of one of our operators in generated code, on CUDA through a launcher of its own (`kernels/launcher.py`).
+
+    The generated call is ``site(bases, offsets, sizes, arguments)``: the buffers that the tensor arguments are views of, the bytes
+    between the start of each and the view's, the numbers that all shapes depend on, and a function that gives the operator's arguments.
+    """
+
+    _at_site = False
+
+    def _suits(self, wrapper: Any) -> bool:
+        """Whether the generated code is plain Python and runs the kernel."""
+        device = self.get_device()
+        elsewhere = (
+            V.graph.cpp_wrapper or getattr(V.graph, "fx_wrapper", False) or getattr(wrapper, "parent_wrapper", None)
+        )
+        return device is not None and device.type == "cuda" and not elsewhere
+
+    def codegen(self, wrapper: Any) -> None:
+        if self._suits(wrapper):
+            operator: Any = self.op_overload
+            _, _, name = operator._schema.name.partition("::")
+            site = f"{name}_{self.get_name()}"
+            wrapper.add_import_once("from rope_fusion.kernels.launcher import call_site")
+            wrapper.add_import_once(f"{site} = call_site({name!r}, {operator._overloadname!r})")
+            self.set_python_kernel_name(site)
+            self._at_site = True
+        super().codegen(wrapper)
+
+    def codegen_args(self) -> list[str]:
+        arguments = super().codegen_args()
+        if not self._at_site:
+            return arguments
+        named = ", ".join("'" + argument.replace("=", "': ", 1) for argument in super().codegen_kwargs())
+        inputs: Any = self.inputs
+        starts = [_start(x.codegen_reference(), x.get_dtype().itemsize) for x in inputs]
+        layouts = [x.get_output_spec() for x in inputs]
+        symbols = {
+            s
+            for layout in layouts
+            for size in (*layout.size, *layout.stride)
+            for s in getattr(size, "free_symbols", ())
+        }
+        return [
+            _tuple_of(base for base, _ in starts),
+            _tuple_of(str(offset) for _, offset in starts),
+            _tuple_of(sorted(map(str, symbols))),
+            f"lambda: ({_tuple_of(arguments)}, {{{named}}})",
+        ]
+
+    def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
+        return [] if self._at_site else super().codegen_kwargs(skip_out)
+
+
+def lower_to_call_site(operator: torch._ops.OpOverload, *arguments: Any, **named: Any) -> Any:
+    """What a lowering returns that leaves a `CallSite` of `operator` in the generated code."""
 
     def wrapped(x: Any) -> Any:
         if not isinstance(x, IRNode):
             return x
+        # a launcher allocates what the first call returned, so that every further call need not be checked
+        x.skip_size_stride_alignment_checks = x.get_device_or_error().type == "cuda"  # type: ignore[attr-defined]
         return x.wrap_for_lowering() if hasattr(x, "wrap_for_lowering") else TensorBox.create(x)
 
-    return pytree.tree_map(wrapped, kernel.create(operator, *arguments))
+    return pytree.tree_map(wrapped, CallSite.create(operator, *arguments, **named))
 
 
-def call_in_generated_code(kernel: FallbackKernel, wrapper: Any, name: str, lines: Iterable[str]) -> None:
-    """Let `kernel` call `name`, which `lines` define, where the generated code is plain Python; else its operator."""
-    if V.graph.cpp_wrapper or getattr(V.graph, "fx_wrapper", False) or getattr(wrapper, "parent_wrapper", None):
-        return
-    for line in lines:
-        wrapper.add_import_once(line)
-    kernel.set_python_kernel_name(name)
+def _start(reference: str, itemsize: int) -> tuple[str, int]:
+    """The buffer that generated code refers to, and where in it the tensor starts, in bytes; another expression is its own buffer."""
+    view = re.fullmatch(r"reinterpret_tensor\((\w+), \([^()]*\), \([^()]*\), (\d+)\)", reference)
+    return (reference, 0) if view is None else (view[1], int(view[2]) * itemsize)
+
+
+def _tuple_of(items: Iterable[str]) -> str:
+    return "(" + "".join(f"{item}, " for item in items) + ")"
 
 
 __all__ = [
     "OPAQUE_TYPE",
     "REINPLACES_THROUGH_VIEWS",
     "CallFunction",
+    "CallSite",
     "CustomGraphPass",
     "CustomInferenceAwareGraphPass",
     "FakeTensorMode",
@@ -109,14 +167,13 @@ __all__ = [
     "add_needs_realized_inputs",
     "auto_functionalized",
     "auto_functionalized_v2",
-    "call_in_generated_code",
     "counters",
     "detect_fake_mode",
     "empty_strided_cuda",
     "fallback_handler",
     "fwd_only",
     "inductor_config",
-    "lower_to_kernel",
+    "lower_to_call_site",
     "register_lowering",
     "register_replacement",
     "stable_topological_sort",

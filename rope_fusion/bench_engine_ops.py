@@ -12,6 +12,7 @@ operators are there, they are what a benchmark runs. No part of what rope_fusion
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,7 @@ SCHEMAS = {
     "str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()",
 }
 FP8_KINDS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+REAL_LIBRARY = "ROPE_FUSION_VLLM_OPS"  # a path
 HEADS = 16  # of one token in one program of the rotation
 ELEMENTS = 1024  # of one row in one program of the quantisation
 
@@ -197,7 +199,12 @@ LIBRARIES = {namespace: torch.library.Library(namespace, "FRAGMENT") for namespa
 
 
 def register_missing() -> list[str]:
-    """Define the operators that this process lacks, for CUDA devices; the names of the stand-ins made by this call."""
+    """Define the operators that this process lacks, for CUDA devices; the names of the stand-ins made by this call.
+
+    The library that the environment variable ROPE_FUSION_VLLM_OPS names is loaded first.
+    """
+    if library := os.environ.get(REAL_LIBRARY):
+        torch.ops.load_library(library)
     made = []
     for name, schema in SCHEMAS.items():
         namespace, operator = name.split("::")

@@ -109,9 +109,9 @@ def compile_job(job: tuple[Program, bool], device: str) -> dict[str, int]:
         return launches(functools.partial(compiled(call, device, with_us), *call.arguments))
 
 
-def compiled(call: Call, device: str, with_us: bool) -> Callable[..., Any]:
-    """The program by plain Inductor or by rope_fusion."""
-    return torch.compile(call.program, dynamic=False, **(ours(device) if with_us else {}))
+def compiled(call: Call, device: str, with_us: bool, dynamic: bool | None = False) -> Callable[..., Any]:
+    """The program by plain Inductor or by rope_fusion; `dynamic` as of ``torch.compile``."""
+    return torch.compile(call.program, dynamic=dynamic, **(ours(device) if with_us else {}))
 
 
 def measure(programs: Sequence[Program], device: str) -> list[Measurement]:

@@ -80,51 +80,6 @@ def test_tile_sizes_do_not_change_the_result(tile: tuple[int, int, int, int, int
 
 
 @interpreted
-@pytest.mark.parametrize("static", [True, False])
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_call_site_of_generated_code_gives_the_same_in_every_call(
-    index: int, static: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rope_fusion.kernels import launcher
-
-    allocated: list[Tensor] = []
-
-    def allocate(*kind: Any) -> Tensor:
-        size, stride, dtype = kind
-        allocated.append(torch.empty_strided(size, stride, dtype=dtype))
-        return allocated[-1]
-
-    monkeypatch.setattr(launcher, "empty_strided_cuda", allocate)
-    site = launcher.Launcher(static=static)
-    for seed in range(3):
-        call = make_call(VARIANTS[index], seed=seed)
-        eager, kernel = call.with_own_caches(), call.with_own_caches()
-        want = reference(*eager.args, **eager.options)
-        got = site(*kernel.args, *kernel.encoded.values())
-        assert_same_bits((*got, *kernel.caches), (*want, *eager.caches))
-    wanted = [out for out in want if out.numel()]
-    assert len(allocated) == (2 * len(wanted) if static else 0)  # the first call allocates through the plan
-
-
-@interpreted
-def test_a_call_site_whose_launch_fails_asks_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rope_fusion.kernels import launcher
-
-    site = launcher.Launcher(static=True)
-    site(*make_call(VARIANTS[0]).args, *make_call(VARIANTS[0]).encoded.values())
-
-    def fails(*_: Any) -> None:
-        raise RuntimeError("no launch")
-
-    monkeypatch.setattr(launcher, "run", fails)
-    monkeypatch.setattr(launcher, "empty_strided_cuda", lambda *kind: torch.empty_strided(*kind[:2], dtype=kind[2]))
-    call = make_call(VARIANTS[0], seed=1)
-    eager, kernel = call.with_own_caches(), call.with_own_caches()
-    want = reference(*eager.args, **eager.options)
-    assert_same_bits((*site(*kernel.args, *kernel.encoded.values()), *kernel.caches), (*want, *eager.caches))
-
-
-@interpreted
 def test_no_tokens_launch_nothing() -> None:
     call = make_call(next(v for v in VARIANTS if v.batch_seq == (1, 7) and v.writes == "nothing" and v.needs[0]))
     call.args = [None if t is None else t[:, :0] if i < 3 else t for i, t in enumerate(call.args)]

@@ -47,6 +47,7 @@ class Compiled:
     target: Target
     binary: bytes
     assembly: str
+    signature: Mapping[str, str]  # the type of each parameter, "constexpr" for one that is compiled in
     registers: int
     spilled_registers: int
     shared_bytes: int
@@ -110,7 +111,7 @@ def compile_kernel(
         assembly = compiled.asm["ptx"]
         binary = compiled.asm["cubin"]
         registers, spilled = cuda_resources(binary)
-    return Compiled(target, binary, assembly, registers, spilled, compiled.metadata.shared)
+    return Compiled(target, binary, assembly, signature, registers, spilled, compiled.metadata.shared)
 
 
 def compile_call(target: Target, call: Call) -> Compiled:

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from rope_fusion._torch import (
-    FallbackKernel,
     add_needs_realized_inputs,
     auto_functionalized,
-    call_in_generated_code,
-    lower_to_kernel,
+    lower_to_call_site,
     register_lowering,
 )
 from rope_fusion.canonical.attributes import KvWriteAttributes, QuantAttributes, RotaryAttributes
@@ -23,37 +21,13 @@ _ARGUMENTS = torch.ops.rope_fusion.rope_qkv.default._schema.arguments
 _TENSORS = [argument.name for argument in _ARGUMENTS if not argument.kwarg_only]
 
 
-def _is_static(kernel: FallbackKernel) -> bool:
-    """Whether the sizes and strides of all that it takes are numbers."""
-    inputs: Any = kernel.inputs
-    layouts = [buffer.get_output_spec() for buffer in inputs]
-    sizes = [size for layout in layouts for size in (*layout.size, *layout.stride)]
-    return all(isinstance(size, int) or size.is_Integer for size in sizes)
-
-
-class _PrologueCall(FallbackKernel):
-    """The operator in generated code; on a GPU through a launcher of its own instead of the dispatcher."""
-
-    def codegen(self, wrapper: Any) -> None:
-        device = self.get_device()
-        if device is not None and device.type == "cuda":
-            name = f"rope_qkv_{self.get_name()}"
-            static = _is_static(self)
-            lines = (
-                "from rope_fusion.kernels.launcher import Launcher as rope_qkv_launcher",
-                f"{name} = rope_qkv_launcher(static={static})",
-            )
-            call_in_generated_code(self, wrapper, name, lines)
-        super().codegen(wrapper)
-
-
 @register_lowering(torch.ops.rope_fusion.rope_qkv.default, type_promotion_kind=None)
 def _lower_to_encoded(*tensors: Any, need_q: bool, need_k: bool, **named: Any) -> Any:
     """Generated code calls the form of the operator that costs least."""
     given = dict(zip(_TENSORS, tensors, strict=False))
     given |= {name: named.pop(name) for name in _TENSORS if name in named}
     arguments = [*[given[name] for name in _TENSORS], _operator.encoded(**named), need_q, need_k]
-    return lower_to_kernel(_PrologueCall, torch.ops.rope_fusion.rope_qkv.encoded, *arguments)
+    return lower_to_call_site(torch.ops.rope_fusion.rope_qkv.encoded, *arguments)
 
 
 add_needs_realized_inputs(torch.ops.rope_fusion.rope_qkv.default)  # as of any operator that is not lowered further

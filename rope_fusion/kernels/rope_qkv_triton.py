@@ -9,7 +9,6 @@ count, batch or cache size compiles nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from math import gcd
@@ -22,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rope_fusion.kernels.cache_layout import Geometry, parse_layout
+from rope_fusion.kernels.driver_launch import ALIGNMENT, Runner, runner_of
 from rope_fusion.kernels.rope_qkv import PrologueOptions, Target, decoded, target_of, unsupported
 
 LINEAR = tl.constexpr(0)  # how a token finds its row in a cache: slot * place stride,
@@ -750,8 +750,7 @@ class Plan:
     k_out: bool
     q_fp8: torch.dtype | None
     signature: tuple[object, ...]  # types of what is passed
-    tail: tuple[Any, ...]  # what follows the pointers in a launch
-    runners: dict[object, Any] = field(default_factory=dict, compare=False)
+    runners: dict[object, Runner] = field(default_factory=dict, compare=False)
 
     @property
     def launches(self) -> bool:
@@ -908,7 +907,6 @@ def plan_of(
             k_out,
             *[None if value is None else isinstance(value, int) and value.bit_length() > 31 for value in values],
         ),
-        (*values, *variant.constexprs.values()),
     )
 
 
@@ -991,35 +989,41 @@ def run(call: Call) -> None:
         rope_qkv_kernel[plan.grid](*call.pointers, *plan.numbers, **variant.constexprs, **options)
         return
     # Triton's own dispatch takes tens of microseconds for this many arguments; what it looks at is in the plan and in
-    # the key, so it runs once for each. Addresses spare the launcher a query of each pointer.
-    addresses = [None if t is None else t.data_ptr() for t in call.pointers]
-    if relaunch(plan, device, addresses):
+    # the key, so it runs once for each.
+    if (runner := runner_of_call(call)) is not None:
+        runner([t.data_ptr() for t in call.pointers if t is not None])
         return
     if reason := refusal(call):
         raise RuntimeError(f"rope_qkv: {reason}")
-    variant.compiled[_alignment(device, addresses), plan.signature] = rope_qkv_kernel[plan.grid](
+    variant.compiled[_alignment(call), plan.signature] = rope_qkv_kernel[plan.grid](
         *call.pointers, *plan.numbers, **variant.constexprs, **variant.options
     )
 
 
-def _alignment(device: torch.device, addresses: Sequence[int | None]) -> object:
+def _alignment(call: Call) -> object:
     """What a compiled kernel takes for granted of addresses: as a rule that all are multiples of 16 bytes."""
-    if reduce(or_, filter(None, addresses)) % 16 == 0:
-        return device.index
-    return (device.index, *[address is None or address % 16 == 0 for address in addresses])
+    addresses = [t.data_ptr() for t in call.pointers if t is not None]
+    if reduce(or_, addresses) % ALIGNMENT == 0:
+        return call.device.index
+    return (call.device.index, *[address % ALIGNMENT == 0 for address in addresses])
 
 
-def relaunch(plan: Plan, device: torch.device, addresses: Sequence[int | None]) -> bool:
-    """Launch the kernel that was compiled for such a plan and addresses, None where there is no tensor; whether there is one."""
-    key = _alignment(device, addresses)
+def runner_of_call(call: Call) -> Runner | None:
+    """What launches the kernel that was compiled for such a call, given the addresses of its tensors; None where none was."""
+    plan = call.plan
+    if not plan.variant.compiled:
+        return None
+    key = _alignment(call)
     runner = plan.runners.get(key)
     if runner is None:
         compiled = plan.variant.compiled.get((key, plan.signature))
         if compiled is None:
-            return False
-        runner = plan.runners[key] = compiled[plan.grid]
-    runner(*addresses, *plan.tail)
-    return True
+            return None
+        pointers = [None if t is None else ... for t in call.pointers]
+        values = (*pointers, *plan.numbers, *plan.variant.constexprs.values())
+        arguments = dict(zip(rope_qkv_kernel.arg_names, values, strict=True))
+        runner = plan.runners[key] = runner_of(compiled, plan.grid, call.device.index, arguments)
+    return runner
 
 
 def launch(

@@ -23,7 +23,6 @@ stands for the group and ``h`` for the head in it: ``"g b s h d"`` is a contiguo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,175 +220,129 @@ def group_quantized(value: Tensor, quant: GroupFp8) -> tuple[Tensor, Tensor]:
 # ---- operators
 
 
-def _launcher(
-    x: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary, out_dtype: torch.dtype, quant: StaticFp8 | GroupFp8 | None
-) -> Callable[..., None] | None:
-    """The Triton launcher for a GPU tensor, None for others and where it has failed. What it cannot do is an error."""
+@dataclass(frozen=True)
+class Request:
+    """What one of the operators is asked for: its keyword arguments, defaults filled in."""
+
+    rotary: Rotary
+    out_dtype: torch.dtype | None  # None: x itself is rotated
+    layout: str
+    groups: int
+    quant: StaticFp8 | GroupFp8 | None
+
+    def outputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Uninitialised results."""
+        if self.out_dtype is None:
+            return ()
+        dtype = self.out_dtype if self.quant is None else self.quant.dtype
+        out = x.new_empty(output_shape(x, self.layout, self.groups, x.shape[3]), dtype=dtype)
+        if not isinstance(self.quant, GroupFp8):
+            return (out,)
+        scales = output_shape(x, self.layout, self.groups, x.shape[3] // self.quant.size)
+        return out, x.new_empty(scales, dtype=torch.float32)
+
+
+def requested(
+    name: str, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, scale: Tensor | None = None, *,
+    out_dtype: torch.dtype | None = None, fp8_dtype: torch.dtype | None = None, layout: str = "b s h d", groups: int = 1,
+    scale_value: float = 1.0, scale_multiplies: bool = False, group_size: int = 128, min_amax: float = 0.0,
+    power_of_two: bool = False, **rotary_arguments: Any,
+) -> Request:  # fmt: skip
+    """The arguments of the operator called `name`, checked; what the dispatcher leaves out has the schema's default."""
+    rotary = Rotary(**rotary_arguments)
+    check(x, cos, sin, positions, rotary)
+    output_shape(x, layout, groups, x.shape[3])
+    quant: StaticFp8 | GroupFp8 | None = None
+    if fp8_dtype is not None and name == "rotate_group_fp8":
+        if group_size < 1 or x.shape[3] % group_size:
+            raise ValueError(f"group_size must divide the head dim {x.shape[3]}, got {group_size}")
+        quant = GroupFp8(fp8_dtype, group_size, min_amax, power_of_two)
+    elif fp8_dtype is not None:
+        quant = StaticFp8(fp8_dtype, scale, scale_value, scale_multiplies)
+    return Request(rotary, out_dtype, layout, groups, quant)
+
+
+def prepared(
+    request: Request, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *_: Tensor | None
+) -> tuple[tuple[Tensor, ...], Any] | None:
+    """Outputs and the kernel's `Call` for tensors on a GPU; None for others, and where the kernel has failed before.
+
+    Raises:
+        ValueError: with the sentence of ``unsupported``.
+    """
     if not x.is_cuda or process_failures().reason("rotate", x.device) is not None:
         return None
-    if (sentence := unsupported(x, cos, sin, rotary, out_dtype, quant)) is not None:
+    rotary, quant, dtype = request.rotary, request.quant, request.out_dtype or x.dtype
+    if (sentence := unsupported(x, cos, sin, rotary, dtype, quant)) is not None:
         raise ValueError(sentence)
-    from rope_fusion.kernels.rotate_triton import launch  # Triton is optional until a GPU tensor arrives
+    from rope_fusion.kernels.rotate_triton import prepare  # Triton is optional until a GPU tensor arrives
 
-    return launch
-
-
-def _rotate(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    *,
-    out_dtype: torch.dtype,
-    layout: str = "b s h d",
-    groups: int = 1,
-    **rotary_arguments: Any,
-) -> Tensor:
-    rotary = Rotary(**rotary_arguments)
-    check(x, cos, sin, positions, rotary)
-    shape = output_shape(x, layout, groups, x.shape[3])
-    if launch := _launcher(x, cos, sin, rotary, out_dtype, None):
-        out = x.new_empty(shape, dtype=out_dtype)
-        launch(x, cos, sin, positions, rotary, out, layout=layout, groups=groups)
-        return out
-    return arranged(rotated(x, cos, sin, positions, rotary, out_dtype), layout, groups)
+    outputs = request.outputs(x)
+    out, scales = (*outputs, None, None)[:2] if outputs else (x, None)
+    assert out is not None
+    return outputs, prepare(
+        x, cos, sin, positions, rotary, out,
+        layout=request.layout, groups=request.groups, rounded=dtype, quant=quant, scales=scales,
+    )  # fmt: skip
 
 
-def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, **rotary_arguments: Any) -> None:
-    rotary = Rotary(**rotary_arguments)
-    check(x, cos, sin, positions, rotary)
-    if launch := _launcher(x, cos, sin, rotary, x.dtype, None):
-        launch(x, cos, sin, positions, rotary, x)
-        return
-    rotary_slice = slice(rotary.rotary_start, rotary.rotary_start + rotary.rotary_dim)
-    x[..., rotary_slice] = rotated(x, cos, sin, positions, rotary, x.dtype)[..., rotary_slice]
+def results_of(outputs: tuple[Tensor, ...]) -> Any:
+    """Outputs as an operator returns them."""
+    return outputs[0] if len(outputs) == 1 else outputs or None
 
 
-def _rotate_fp8(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    scale: Tensor | None,
-    *,
-    out_dtype: torch.dtype,
-    fp8_dtype: torch.dtype,
-    scale_value: float = 1.0,
-    scale_multiplies: bool = False,
-    layout: str = "b s h d",
-    groups: int = 1,
-    **rotary_arguments: Any,
-) -> Tensor:
-    rotary = Rotary(**rotary_arguments)
-    quant = StaticFp8(fp8_dtype, scale, scale_value, scale_multiplies)
-    check(x, cos, sin, positions, rotary)
-    shape = output_shape(x, layout, groups, x.shape[3])
-    if launch := _launcher(x, cos, sin, rotary, out_dtype, quant):
-        out = x.new_empty(shape, dtype=fp8_dtype)
-        launch(x, cos, sin, positions, rotary, out, layout=layout, groups=groups, rounded=out_dtype, quant=quant)
-        return out
-    value = rotated(x, cos, sin, positions, rotary, out_dtype)
-    factor = scale_value if scale is None else scale
-    return arranged(quantise_reference(value, factor, fp8_dtype, multiply=scale_multiplies), layout, groups)
-
-
-def _rotate_group_fp8(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    *,
-    out_dtype: torch.dtype,
-    fp8_dtype: torch.dtype,
-    group_size: int = 128,
-    min_amax: float = 0.0,
-    power_of_two: bool = False,
-    layout: str = "b s h d",
-    groups: int = 1,
-    **rotary_arguments: Any,
-) -> tuple[Tensor, Tensor]:
-    rotary = Rotary(**rotary_arguments)
-    quant = GroupFp8(fp8_dtype, group_size, min_amax, power_of_two)
-    check(x, cos, sin, positions, rotary)
-    shape, scales_shape = _group_shapes(x, layout, groups, group_size)
-    if launch := _launcher(x, cos, sin, rotary, out_dtype, quant):
-        out = x.new_empty(shape, dtype=fp8_dtype)
-        scales = x.new_empty(scales_shape, dtype=torch.float32)
-        launch(
-            x, cos, sin, positions, rotary, out,
-            layout=layout, groups=groups, rounded=out_dtype, quant=quant, scales=scales,
-        )  # fmt: skip
-        return out, scales
-    value, scales = group_quantized(rotated(x, cos, sin, positions, rotary, out_dtype), quant)
-    return arranged(value, layout, groups), arranged(scales, layout, groups)
-
-
-def _group_shapes(x: Tensor, layout: str, groups: int, group_size: int) -> tuple[list[int], list[int]]:
-    if group_size < 1 or x.shape[3] % group_size:
-        raise ValueError(f"group_size must divide the head dim {x.shape[3]}, got {group_size}")
-    return output_shape(x, layout, groups, x.shape[3]), output_shape(x, layout, groups, x.shape[3] // group_size)
-
-
-def _fake_rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *,
-    out_dtype: torch.dtype, layout: str = "b s h d", groups: int = 1, **rotary_arguments: Any,
-) -> Tensor:  # fmt: skip
-    check(x, cos, sin, positions, Rotary(**rotary_arguments))
-    return x.new_empty(output_shape(x, layout, groups, x.shape[3]), dtype=out_dtype)
-
-
-def _fake_rotate_in_place(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, **rotary_arguments: Any
-) -> None:
-    check(x, cos, sin, positions, Rotary(**rotary_arguments))
-
-
-def _fake_rotate_fp8(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, scale: Tensor | None, *,
-    out_dtype: torch.dtype, fp8_dtype: torch.dtype, scale_value: float = 1.0, scale_multiplies: bool = False,
-    layout: str = "b s h d", groups: int = 1, **rotary_arguments: Any,
-) -> Tensor:  # fmt: skip
-    check(x, cos, sin, positions, Rotary(**rotary_arguments))
-    return x.new_empty(output_shape(x, layout, groups, x.shape[3]), dtype=fp8_dtype)
-
-
-def _fake_rotate_group_fp8(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *,
-    out_dtype: torch.dtype, fp8_dtype: torch.dtype, group_size: int = 128, min_amax: float = 0.0,
-    power_of_two: bool = False, layout: str = "b s h d", groups: int = 1, **rotary_arguments: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check(x, cos, sin, positions, Rotary(**rotary_arguments))
-    shape, scales_shape = _group_shapes(x, layout, groups, group_size)
-    return x.new_empty(shape, dtype=fp8_dtype), x.new_empty(scales_shape, dtype=torch.float32)
+def _reference(
+    request: Request, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor, ...]:
+    rotary, quant, layout, groups = request.rotary, request.quant, request.layout, request.groups
+    if request.out_dtype is None:
+        rotary_slice = slice(rotary.rotary_start, rotary.rotary_start + rotary.rotary_dim)
+        x[..., rotary_slice] = rotated(x, cos, sin, positions, rotary, x.dtype)[..., rotary_slice]
+        return ()
+    value = rotated(x, cos, sin, positions, rotary, request.out_dtype)
+    if isinstance(quant, GroupFp8):
+        value, scales = group_quantized(value, quant)
+        return arranged(value, layout, groups), arranged(scales, layout, groups)
+    if isinstance(quant, StaticFp8):
+        factor = quant.scale_value if quant.scale is None else quant.scale
+        value = quantise_reference(value, factor, quant.dtype, multiply=quant.multiplies)
+    return (arranged(value, layout, groups),)
 
 
 _LIBRARY = torch.library.Library("rope_fusion", "FRAGMENT")
 
 
-def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _define(name: str, schema: str) -> Any:
+    def run(x: Tensor, *tensors: Any, **options: Any) -> Any:
+        request = requested(name, x, *tensors, **options)
+        if (call := prepared(request, x, *tensors)) is None:
+            return results_of(_reference(request, x, *tensors))
+        from rope_fusion.kernels.rotate_triton import run_on_device
+
+        outputs, kernel_call = call
+        run_on_device(kernel_call)
+        return results_of(outputs)
+
+    def fake(x: Tensor, *tensors: Any, **options: Any) -> Any:
+        return results_of(requested(name, x, *tensors, **options).outputs(x))
+
     # any strides with last stride 1 are taken as they are; only a change of their order would cost a copy
     _LIBRARY.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
     _LIBRARY.impl(name, run, "CPU")
-    _LIBRARY.impl(name, or_reference("rotate", run, run), "CUDA")  # after a failure `_launcher` gives no kernel
+    _LIBRARY.impl(name, or_reference("rotate", run, run), "CUDA")  # after a failure `prepared` gives no call
     torch.library.register_fake(f"rope_fusion::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.rope_fusion, name).default
 
 
-rotate = _define(
-    "rotate", f"(Tensor x, {_TRIG}, *, {_ROTARY}, ScalarType out_dtype, {_PLACE}) -> Tensor", _rotate, _fake_rotate
-)
-rotate_ = _define("rotate_", f"(Tensor(a!) x, {_TRIG}, *, {_ROTARY}) -> ()", _rotate_in_place, _fake_rotate_in_place)
+rotate = _define("rotate", f"(Tensor x, {_TRIG}, *, {_ROTARY}, ScalarType out_dtype, {_PLACE}) -> Tensor")
+rotate_ = _define("rotate_", f"(Tensor(a!) x, {_TRIG}, *, {_ROTARY}) -> ()")
 rotate_fp8 = _define(
     "rotate_fp8",
     f"(Tensor x, {_TRIG}, Tensor? scale, *, {_ROTARY}, ScalarType out_dtype, ScalarType fp8_dtype, "
     f"float scale_value=1.0, bool scale_multiplies=False, {_PLACE}) -> Tensor",
-    _rotate_fp8,
-    _fake_rotate_fp8,
 )
 rotate_group_fp8 = _define(
     "rotate_group_fp8",
     f"(Tensor x, {_TRIG}, *, {_ROTARY}, ScalarType out_dtype, ScalarType fp8_dtype, int group_size=128, "
     f"float min_amax=0.0, bool power_of_two=False, {_PLACE}) -> (Tensor, Tensor)",
-    _rotate_group_fp8,
-    _fake_rotate_group_fp8,
 )

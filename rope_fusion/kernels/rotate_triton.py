@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rope_fusion.kernels.driver_launch import ALIGNMENT, Runner, runner_of
 from rope_fusion.kernels.rope_qkv_triton import (
     BATCH_AND_PLACE,
     ONE_BATCH,
@@ -332,6 +333,11 @@ class Call(NamedTuple):
     variant: Variant
     tokens: int
 
+    @property
+    def device(self) -> torch.device:
+        """That of all its tensors."""
+        return self.pointers[0].device  # type: ignore[union-attr]
+
 
 def prepare(
     x: Tensor,
@@ -398,22 +404,28 @@ def prepare(
 
 
 def launch(x: Tensor, *args: Any, **options: Any) -> None:
-    """Run the kernel; arguments as for `prepare`. No elements, no launch.
+    """Run the kernel; arguments as for `prepare`.
 
     With ``TRITON_INTERPRET=1`` in the environment before Triton is imported, tensors on the CPU are taken too.
     """
-    if x.numel() == 0:
-        return
-    call = prepare(x, *args, **options)
-    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            _run(call)
+    run_on_device(prepare(x, *args, **options))
+
+
+def run_on_device(call: Call) -> None:
+    """Launch a prepared call on the device of its tensors, whichever is current."""
+    device = call.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            run(call)
     else:
-        _run(call)
+        run(call)
 
 
-def _run(call: Call) -> None:
-    variant, device = call.variant, call.pointers[0].device  # type: ignore[union-attr]
+def run(call: Call) -> None:
+    """Launch a prepared call on the current device. No elements, no launch."""
+    variant, device = call.variant, call.device
+    if not call.pointers[0].numel():  # type: ignore[union-attr]
+        return
     grid = variant.grid(call.tokens)
     if device.type != "cuda" or torch.version.hip:
         # The interpreter takes no options. On ROCm a kernel depends on the sizes of buffers too, which Triton tracks.
@@ -421,7 +433,7 @@ def _run(call: Call) -> None:
         rotate_kernel[grid](*call.pointers, *call.numbers, **variant.constexprs, **options)
         return
     # Triton's own dispatch takes tens of microseconds; what it looks at is in this key, so it runs once for each.
-    key = (device.index, *[None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in call.pointers])
+    key = _types(call)
     compiled = variant.compiled.get(key)
     if compiled is None:
         variant.compiled[key] = rotate_kernel[grid](
@@ -429,6 +441,24 @@ def _run(call: Call) -> None:
         )
     else:
         compiled[grid](*call.pointers, *call.numbers, *variant.constexprs.values())
+
+
+def _types(call: Call) -> tuple[object, ...]:
+    return (
+        call.device.index,
+        *[None if t is None else (t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in call.pointers],
+    )
+
+
+def runner_of_call(call: Call) -> Runner | None:
+    """What launches the kernel that was compiled for such a call, given the addresses of its tensors; None where none was."""
+    variant = call.variant
+    compiled = variant.compiled.get(_types(call)) if variant.compiled else None
+    if compiled is None:
+        return None
+    values = (*[None if t is None else ... for t in call.pointers], *call.numbers, *variant.constexprs.values())
+    arguments = dict(zip(rotate_kernel.arg_names, values, strict=True))
+    return runner_of(compiled, variant.grid(call.tokens), call.device.index, arguments)
 
 
 def _strides(out: Tensor, layout: str) -> tuple[int, int, int, int]:

@@ -8,12 +8,24 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from rope_fusion._torch import auto_functionalized
+from rope_fusion._torch import add_needs_realized_inputs, auto_functionalized, lower_to_call_site, register_lowering
 from rope_fusion.canonical.attributes import ArrangeAttributes, GroupQuantAttributes, QuantAttributes, RotaryAttributes
 from rope_fusion.kernels import rotate as _operators
 
 # Measured on one H200, see docs/performance.md: Inductor's kernel is as fast below.
 FEWEST_ELEMENTS = 1 << 14
+
+
+def _lower(operator: torch._ops.OpOverload) -> None:
+    @register_lowering(operator, type_promotion_kind=None)
+    def lower(*tensors: Any, **options: Any) -> Any:
+        return lower_to_call_site(operator, *tensors, **options)
+
+    add_needs_realized_inputs(operator)  # as of any operator that is not lowered further
+
+
+for _operator in (_operators.rotate, _operators.rotate_, _operators.rotate_fp8, _operators.rotate_group_fp8):
+    _lower(_operator)
 
 
 def rotation_arguments(rotary: str) -> dict[str, Any]:
