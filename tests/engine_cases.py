@@ -128,6 +128,13 @@ KINDS = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.uint8,
 }
+
+
+def held_by(kind: str) -> torch.dtype:
+    """The dtype whose bits a cache of bytes holds."""
+    return torch.float8_e5m2 if kind == "fp8_e5m2" else torch.float8_e4m3fn
+
+
 ORDERS = ("quantise first", "store first", "no quantisation")
 
 

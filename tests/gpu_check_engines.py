@@ -49,6 +49,7 @@ from engine_cases import (
     Case,
     arguments,
     form_settings,
+    held_by,
     latent_layer,
     quantised,
     rotate,
@@ -102,9 +103,15 @@ def copies(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def compare(
-    form: str, what: str, parts: Sequence[Callable[..., Any]], args: list[list[Any]], hits: dict[str, int], device: str
+    form: str,
+    what: str,
+    parts: Sequence[Callable[..., Any]],
+    args: list[list[Any]],
+    hits: dict[str, int],
+    device: str,
+    kind: str,
 ) -> Outcome:
-    """Compile all parts, each with arguments of its own, as one program; node by node."""
+    """Compile all parts, each with arguments of its own, as one program; node by node. Their caches are of one kind."""
 
     def program(args: list[list[Any]]) -> list[Any]:
         return [part(*own) for part, own in zip(parts, args, strict=True)]
@@ -120,7 +127,7 @@ def compare(
         if result.hits != hits or result.count(FUSED) != sum(hits.values()):
             outcome.trouble = f"hits {result.hits}, not {hits}: {result.report.near_misses}"
         for index in range(len(parts)):
-            trouble = difference((result.outputs[index], own[index]), (expected[index], eager[index]))
+            trouble = difference((result.outputs[index], own[index]), (expected[index], eager[index]), kind)
             outcome.equal += not trouble
             outcome.trouble += trouble
     except torch.AcceleratorError:
@@ -132,10 +139,10 @@ def compare(
     return outcome
 
 
-def difference(ours: Any, theirs: Any) -> str:
+def difference(ours: Any, theirs: Any, kind: str) -> str:
     try:
         for one, other in zip(tensors(ours), tensors(theirs), strict=True):
-            close(one.cpu(), other.cpu(), None)
+            close(one.cpu(), other.cpu(), None, held_by(kind))
     except AssertionError as error:
         return str(error).replace("\n", " ") + "\n"
     return ""
@@ -155,7 +162,7 @@ def check_product(layout: Callable[..., Any], kind: str, device: str) -> list[Ou
         name = "rope_kv" if order == "no quantisation" else "rope_static_q_fp8_kv"
         args = [[*shared, case.caches()] for case in cases]
         outcomes.append(
-            compare(form, what_of(cases[0]), [case.layer for case in cases], args, {name: len(cases)}, device)
+            compare(form, what_of(cases[0]), [case.layer for case in cases], args, {name: len(cases)}, device, kind)
         )
     return outcomes
 
@@ -217,7 +224,7 @@ def programs(device: str) -> Iterator[tuple[str, Callable[..., Any], list[Any], 
 
 def check_programs(device: str) -> list[Outcome]:
     return [
-        compare(form, name, [program], [args], hits, device)
+        compare(form, name, [program], [args], hits, device, "fp8")
         for form in FORMS
         for name, program, args, hits in programs(device)
     ]
@@ -246,7 +253,8 @@ def check_generated(v2: bool, device: str) -> list[Outcome]:
             outcome.trouble = f"hits {report.hits}"
         expected = program(*eager)
         for index in range(len(COVERING)):
-            trouble = difference((got[index], own[-1][index]), (expected[index], eager[-1][index]))
+            kind = COVERING[index].kind
+            trouble = difference((got[index], own[-1][index]), (expected[index], eager[-1][index]), kind)
             outcome.equal += not trouble
             outcome.trouble += trouble
     except Exception:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import pytest
 import torch
 from engine_cases import (
@@ -15,6 +17,7 @@ from engine_cases import (
     TOKENS,
     arguments,
     form_settings,
+    held_by,
     latent_layer,
     quantised,
     rotate,
@@ -76,7 +79,7 @@ def test_latent_attention_stores_its_row_in_one_launch(form, kind):
     q = torch.randn(TOKENS, Q_HEADS, 48, dtype=torch.bfloat16)
     kv = torch.randn(TOKENS, 48, dtype=torch.bfloat16)
     args = [q, kv, given["positions"], given["table"], latent_caches(kind), given["slots"], given["scale"]]
-    result = check(layer, args, {"rope_kv": 1}, **form_settings(form))
+    result = check(layer, args, {"rope_kv": 1}, held=repeat(held_by(kind)), **form_settings(form))
     assert "k_layout='n p d[32:48]', v_layout='n p d[0:32]'" in result.after
 
 
@@ -96,4 +99,4 @@ def test_blocked_caches_of_paged_attention(form, kind):
     k_cache = torch.zeros(BLOCKS, KV_HEADS, DIM // piece, PAGE, piece, dtype=dtype)
     v_cache = torch.zeros(BLOCKS, KV_HEADS, DIM, PAGE, dtype=dtype)
     args = list(arguments(k_cache=k_cache, v_cache=v_cache).values())
-    check(layer, args, {"rope_kv": 1}, **form_settings(form))
+    check(layer, args, {"rope_kv": 1}, held=repeat(held_by(kind)), **form_settings(form))

@@ -27,6 +27,7 @@ from engine_cases import (
     Case,
     arguments,
     form_settings,
+    held_by,
     quantised,
     rotate,
     separate,
@@ -57,6 +58,7 @@ def run(cases: list[Case], form: str) -> None:
         model,
         [*args, [case.caches() for case in cases]],
         {name: count for name, count in hits.items() if count},
+        held=[held_by(case.kind) for case in cases for cache in case.caches() if cache.dtype == torch.uint8],
         **form_settings(form),
     )
     assert result.count(FUSED) == len(cases)
