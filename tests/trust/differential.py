@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,34 +75,63 @@ def clone_all(tensors: Sequence[Any]) -> list[Any]:
 
 @dataclass
 class PowersOfTwo:
-    """Scales that a program rounds up to a power of two and that lie on one within fp32's rounding: either power may come out.
+    """Scales that a program rounds up to powers of two: where one lies on such a power within rounding, either power may come out.
 
-    `chosen` says which one a run takes; None leaves it to the program. The places are those of the program's own run.
+    There, a run of the program takes the exponents that the fused program took, if they are one of the two.
     """
 
-    chosen: Literal["lower", "upper"] | None = None
+    coarsest: torch.dtype  # that the program computes in
+    taken: dict[str, Tensor] = field(default_factory=dict)  # name of a `ceil` → exponents of the fused program
     places: dict[str, tuple[Tensor, Tensor]] = field(
         default_factory=dict
-    )  # of a `ceil` → where, and the integers there
+    )  # → where the program has such a power, and which
 
-    def look_at(self, node: Node, exponent: Tensor) -> None:
-        """Note where the argument of a `ceil`, log2 of a scale, is an integer but for rounding.
+    def look_at(self, name: str, exponent: Tensor) -> None:
+        """Note where `exponent`, log2 of a scale, is an integer but for rounding, in the program's own run.
 
-        log2 may be off by a unit in its own last place, and its argument by four of fp32: two of the largest element of a group, which was
-        rotated, and one each of the division and of a lower bound.
+        The largest element of a group, which was rotated, may differ by a unit in its last place (see `compare`), the quotient and its
+        bounds by units of fp32, log2 by one in its own last place.
         """
-        integer = exponent.double().round()
-        slack = last_place(exponent.double(), torch.float32) + 4 * torch.finfo(torch.float32).eps / math.log(2)
-        where = (exponent.double() - integer).abs() <= slack
-        if bool(where.any()):
-            self.places[node.name] = where, integer
+        exponent = exponent.double()
+        relative = torch.finfo(self.coarsest).eps + 4 * torch.finfo(torch.float32).eps
+        slack = relative / math.log(2) + last_place(exponent, torch.float32)
+        self.places[name] = (exponent - exponent.round()).abs() <= slack, exponent.round()
 
-    def apply(self, node: Node, value: Tensor) -> Tensor:
+    def apply(self, name: str, value: Tensor) -> Tensor:
         """What the `ceil` gives in this run."""
-        if self.chosen is None or node.name not in self.places:
+        where, integer = self.places[name]
+        if name not in self.taken:
             return value
-        where, integer = self.places[node.name]
-        return torch.where(where, integer + (self.chosen == "upper"), value.double()).to(value.dtype)
+        taken = self.taken[name].double().reshape(value.shape)
+        either = (taken == integer) | (taken == integer + 1)
+        return torch.where(where & either, taken, value.double()).to(value.dtype)
+
+
+KEEP_ORDER = frozenset(
+    {
+        aten.reshape.default,
+        aten.view.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+    }
+)
+
+
+def exponents_taken(plain: GraphModule, outputs: Sequence[Any]) -> dict[str, Tensor]:
+    """Exponents of the powers of two among `outputs`, by the name of the `ceil` that gives them in the unfused program."""
+    found: dict[str, Tensor] = {}
+    for node, output in zip(_flat(plain.graph.output_node().args[0]), outputs, strict=True):
+        while isinstance(node, Node) and node.target in KEEP_ORDER:
+            node = node.args[0]
+        if not isinstance(node, Node) or not isinstance(output, Tensor):
+            continue
+        if node.target is aten.exp2.default or (node.target is aten.pow.Scalar and node.args[0] == 2):
+            power = node.args[-1]
+            if isinstance(power, Node) and power.target is aten.ceil.default:
+                found[power.name] = torch.log2(output.double())
+    return found
 
 
 class InOneOrder(Interpreter):
@@ -119,10 +148,9 @@ class InOneOrder(Interpreter):
         value = super().run_node(n)
         if self.powers is None or n.target is not aten.ceil.default or n.args[0].target is not aten.log2.default:  # type: ignore[union-attr]
             return value
-        exponent = self.env[n.args[0]]  # type: ignore[index]
-        if exponent.dtype == torch.float32:
-            self.powers.look_at(n, exponent)
-        return self.powers.apply(n, value)
+        if n.name not in self.powers.places:
+            self.powers.look_at(n.name, self.env[n.args[0]])  # type: ignore[index]
+        return self.powers.apply(n.name, value)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in SUMS:
@@ -210,22 +238,22 @@ def copy_with_nodes(gm: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
 def compare_on(plain: GraphModule, fused: GraphModule, arguments: Sequence[Any], *, exact: bool = False) -> float:
     """Run both on copies of `arguments`; raises `WrongRewrite`, returns the largest error as a share of what is allowed.
 
-    Where a scale lies on a power of two within fp32's rounding and the program rounds it up to one, default numerics allow either. The
-    fused results are then also compared with the program in which all such scales, in float64 too, take the lower power, or the upper one.
+    Where a scale lies on a power of two within rounding and the program rounds it up to one, default numerics allow the next one, too.
+    If the scales are outputs, results that differ are compared again, with a run of the program, and in float64, that takes there the
+    powers of the fused one: what else depends on these scales must agree with them.
     """
     ours = clone_all(arguments)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a model may draw random numbers
         got = [*_flat(InOneOrder(fused).run(*ours)), *ours]
-    powers = PowersOfTwo()
+    coarsest = coarsest_dtype(plain)
     try:
-        return _compare_with(plain, powers, got, arguments, exact)
+        return _compare_with(plain, PowersOfTwo(coarsest), got, arguments, exact)
     except WrongRewrite as error:
-        if exact or not powers.places:
-            raise
-        for chosen in ("lower", "upper"):
+        taken = {} if exact else exponents_taken(plain, got[: len(got) - len(ours)])
+        if taken:
             with contextlib.suppress(WrongRewrite):
-                return _compare_with(plain, PowersOfTwo(chosen), got, arguments, exact)
+                return _compare_with(plain, PowersOfTwo(coarsest, taken), got, arguments, exact)
         raise error from None
 
 
@@ -250,10 +278,9 @@ def _compare_with(
     names = [f"output {index}" for index in range(len(outputs))]
     names += [f"input {node.name} afterwards" for node in plain.graph.nodes if node.op == "placeholder"]
     worst = 0.0
-    coarsest = coarsest_dtype(plain)
     for name, reference, value, exactly in zip(names, expected, got, true or [None] * len(names), strict=True):
         if isinstance(reference, Tensor):
-            worst = max(worst, compare(name, _as_fp8(reference), _as_fp8(value), exactly, exact, coarsest))
+            worst = max(worst, compare(name, _as_fp8(reference), _as_fp8(value), exactly, exact, powers.coarsest))
         elif reference != value:
             raise WrongRewrite(f"{name} is {value}, was {reference}")
     afterwards = slice(len(outputs), None)
