@@ -7,6 +7,7 @@ Prints one line per check and exits with 1 when something is not as it should be
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import sys
@@ -341,35 +342,56 @@ def check_sampled(mode: str | None) -> bool:
 
 
 def check_cost(mode: str | None) -> bool:
-    """72 derived weights (144 sources): what the sampled check adds to a decode step, which CUDA graphs make device-bound."""
+    """72 derived weights (144 sources): what the sampled check adds to a decode step, which CUDA graphs make device-bound.
+
+    Other processes only ever make a call slower, and for a while: the three variants take turns in short blocks, each in every place of
+    the order, and the fastest block of each counts. A block of 64 calls has two checks in it, wherever it begins.
+
+    The cost is estimated twice: from a check in every 32nd call, and as a 32nd of what a check in every call adds, of which less can
+    hide behind the device's work. Without noise the second is the larger one, but noise weighs 32 times as much in the first. The lower
+    one is held to a hundredth, so that a disturbed variant does not decide.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*[QuantisedLinear(2048) for _ in range(72)]).to(DEVICE)
     x = torch.randn(16, 2048, device=DEVICE, dtype=BF16)
-    times: dict[int, list[float]] = {0: [], 32: [], 1: []}
     with torch.no_grad():
         torch._dynamo.reset()
-        steps = {interval: _step_of(model, mode, interval) for interval in times}
-        for _ in range(5):
-            for interval, step in steps.items():
-                for _ in range(32):
-                    step(x)
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(320):
-                    step(x)
-                torch.cuda.synchronize()
-                times[interval].append((time.perf_counter() - start) / 320 * 1e3)
+        steps = {interval: _step_of(model, mode, interval) for interval in (0, 32, 1)}
+        blocks = in_turns({interval: functools.partial(step, x) for interval, step in steps.items()})
         torch._dynamo.reset()
         plain = torch.compile(model, mode=mode)
         plain_ms = milliseconds(lambda: plain(x), 50)
-    best = {interval: min(values) for interval, values in times.items()}
+    best = {interval: min(times) for interval, times in blocks.items()}
     share = best[32] / best[0] - 1
     alone = (best[1] - best[0]) / 32 / best[0]
+    spread = statistics.median(blocks[0]) / best[0] - 1
     return say(
-        share < 0.01,
+        min(share, alone) < 0.01,
         f"cost of the sampled check, mode {mode}: {share:.2%} of a step, by the one made in every call {alone:.2%} "
-        f"({best[0]:.3f} → {best[32]:.3f} ms; in every call {best[1]:.3f} ms; plain Inductor {plain_ms:.3f} ms)",
+        f"({best[0]:.3f} → {best[32]:.3f} ms; in every call {best[1]:.3f} ms; plain Inductor {plain_ms:.3f} ms; "
+        f"the median block without a check takes {spread:.1%} more than the fastest)",
     )
+
+
+def in_turns(variants: dict[int, Callable[[], object]], rounds: int = 30, calls: int = 64) -> dict[int, list[float]]:
+    """Milliseconds per call of each variant in each round, the device's work included."""
+    times: dict[int, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for call in variants.values():
+        for _ in range(calls):  # compiled, and recorded under CUDA graphs
+            call()
+    for index in range(rounds):
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            call = variants[name]
+            for _ in range(8):
+                call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) / calls * 1e3)
+    return times
 
 
 def _step_of(model: nn.Module, mode: str | None, interval: int) -> Step:
