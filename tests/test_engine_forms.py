@@ -23,8 +23,10 @@ from engine_cases import (
     rotate,
     split_heads,
     store,
+    table,
 )
-from engine_graphs import FUSED, check
+from engine_graphs import FUSED, check, close_in_fp8
+from engine_standins import rotated, to_fp8
 from torch import Tensor
 
 
@@ -100,3 +102,19 @@ def test_blocked_caches_of_paged_attention(form, kind):
     v_cache = torch.zeros(BLOCKS, KV_HEADS, DIM, PAGE, dtype=dtype)
     args = list(arguments(k_cache=k_cache, v_cache=v_cache).values())
     check(layer, args, {"rope_kv": 1}, held=repeat(held_by(kind)), **form_settings(form))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_values_may_differ_by_what_the_rounding_of_products_explains_and_no_more(dtype):
+    torch.manual_seed(0)
+    x, scale = torch.randn(64, Q_HEADS, DIM).bfloat16() * 4, torch.tensor([0.05])
+    cos, sin = table()[torch.arange(64) % 32, None].chunk(2, -1)
+
+    def values(cos: Tensor, sin: Tensor, **options: bool) -> Tensor:
+        return to_fp8(rotated(x, cos, sin, True, **options), scale, dtype, reciprocal=False)
+
+    theirs = values(cos, sin)
+    close_in_fp8(values(cos.float(), sin.float()), theirs)
+    for wrong in (values(cos, sin, inverse=True), values(cos.roll(1, 0), sin.roll(1, 0)), values(cos, sin.roll(1, 2))):
+        with pytest.raises(AssertionError):
+            close_in_fp8(wrong, theirs)
