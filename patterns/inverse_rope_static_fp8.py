@@ -6,7 +6,7 @@ from rope_fusion.canonical.attributes import RotaryAttributes
 from rope_fusion.canonical.examples import quant_example, rotary_example
 from rope_fusion.canonical.operators import quantize_fp8, rotary_qk
 from rope_fusion.capability import fp8_conversion, profitable_kernel
-from rope_fusion.kernels.rotation import call_rotation, call_static_fp8, refuse_rotation
+from rope_fusion.kernels.rotation import FEWEST_QUANTISED, call_rotation, call_static_fp8, refuse_rotation, too_small
 from rope_fusion.pattern import FusionPattern
 
 
@@ -25,7 +25,7 @@ def replacement(q, k, cos, sin, positions, rotary, scale, quant):
 def refuse(q, k, cos, sin, positions, rotary, scale, quant):
     if not RotaryAttributes.decode(rotary).inverse:
         return "the rotation is a forward one"
-    return refuse_rotation(q, k, cos, sin, positions, rotary, scale, quant)
+    return too_small(q, k, fewest=FEWEST_QUANTISED) or refuse_rotation(q, k, cos, sin, positions, rotary, scale, quant)
 
 
 def example_inputs():

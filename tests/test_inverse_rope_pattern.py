@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import rope_fusion
-from rope_fusion.kernels.rotation import too_small
+from rope_fusion.kernels.rotation import FEWEST_QUANTISED, too_small
 from rope_fusion.testing import assert_hits
 
 TOKENS, HEADS, WIDTH, ROTARY, ROWS = 6, 4, 32, 8, 40
@@ -362,6 +362,9 @@ def test_copies_too_small_to_pay_stay_with_inductor_on_a_gpu_alone() -> None:
     assert "8192 elements" in (too_small(small, None) or "")
     assert too_small(large, small) == too_small(small)
     assert too_small(large, None) is None
+    assert too_small(large, fewest=FEWEST_QUANTISED) == (
+        "it rotates 16384 elements, and below 32768 Inductor's own kernel is as fast"
+    )
     assert too_small(torch.empty(1, 1, 1, 8)) is None  # on a CPU only the reference runs, on demand
 
 

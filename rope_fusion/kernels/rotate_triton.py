@@ -240,6 +240,8 @@ class Launch:
 
 # Measured on one H200, see docs/performance.md.
 LAUNCHES = (
+    Launch(max_elements=1 << 16, tile=1024, warps=4),
+    Launch(max_elements=1 << 17, tile=2048, warps=8),
     Launch(max_elements=1 << 20, tile=1024, warps=4),
     Launch(max_elements=float("inf"), tile=1024, warps=1),
 )

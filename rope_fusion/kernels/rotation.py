@@ -13,7 +13,8 @@ from rope_fusion.canonical.attributes import ArrangeAttributes, GroupQuantAttrib
 from rope_fusion.kernels import rotate as _operators
 
 # Measured on one H200, see docs/performance.md: Inductor's kernel is as fast below.
-FEWEST_ELEMENTS = 1 << 14
+FEWEST_ELEMENTS = 1 << 14  # of a rotated copy
+FEWEST_QUANTISED = 1 << 15  # of one that is quantised by one scale
 
 
 def _lower(operator: torch._ops.OpOverload) -> None:
@@ -138,11 +139,11 @@ def refuse_group_fp8(
     return _operators.unsupported(q, cos, sin, how, RotaryAttributes.decode(rotary).out_dtype, fp8)
 
 
-def too_small(*tensors: Tensor | None) -> str | None:
+def too_small(*tensors: Tensor | None, fewest: int = FEWEST_ELEMENTS) -> str | None:
     """Why rotated copies of these stay with Inductor: one is known to be too small to pay on a GPU."""
     for x in tensors:
-        if x is not None and x.device.type != "cpu" and statically_known_true(x.numel() < FEWEST_ELEMENTS):
-            return f"it rotates {x.numel()} elements, and below {FEWEST_ELEMENTS} Inductor's own kernel is as fast"
+        if x is not None and x.device.type != "cpu" and statically_known_true(x.numel() < fewest):
+            return f"it rotates {x.numel()} elements, and below {fewest} Inductor's own kernel is as fast"
     return None
 
 
