@@ -151,6 +151,15 @@ def only(recording: Recording) -> Rotation:
     return rotation
 
 
+def keeps_rounding(recording: Recording) -> bool:
+    """Whether the graph converts to bf16 and back; torch 2.11 removes that before any pass of ours."""
+    convert = torch.ops.prims.convert_element_type.default
+    narrowed = [
+        node for node in recording.module.graph.nodes if node.target is convert and node.args[1] == torch.bfloat16
+    ]
+    return any(user.target is convert for node in narrowed for user in node.users)
+
+
 def inputs(width: int, rows: tuple[int, ...] = (B, 1, S), x: tuple[int, ...] = (B, H, S, D), dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
 
@@ -304,14 +313,16 @@ HALF_WIDTH: dict[str, tuple[Callable[..., Tensor], bool]] = {
 @pytest.mark.parametrize("name", HALF_WIDTH)
 def test_finds_a_rotation_in_every_spelling(name):
     function, is_interleaved = HALF_WIDTH[name]
-    rotation = only(record(function, *inputs(D // 2)))
+    recording = record(function, *inputs(D // 2))
+    rotation = only(recording)
     assert (rotation.start, rotation.rotary_dim, rotation.width, rotation.x_offset) == (0, D, D, 0)
     assert rotation.interleaved is is_interleaved
     assert not rotation.full_width
     assert not rotation.inverse
     assert not rotation.halves_out
     assert rotation.x.op == "placeholder"
-    unrounded = name in ("multiply_then_add", "complex_product")
+    in_one_step = {torch.ops.aten.addcmul.default, torch.ops.aten.addcmul_.default}  # torch 2.11 takes them apart
+    unrounded = name == "complex_product" or any(node.target in in_one_step for node in recording.module.graph.nodes)
     assert rotation.math_dtype == (None if unrounded else torch.float32)
 
 
@@ -622,7 +633,9 @@ def test_parts_of_another_tensor_or_narrowed_twice_are_not_passed_through():
         return torch.cat((x[..., 8:].bfloat16(), chunked(x[..., -8:], cos, sin).bfloat16()), -1)
 
     for function in (of_another, rotated_after_narrowing, out_of_place):
-        assert all(rotation.width == 8 for rotation in record(function, *inputs(4)).rotations)
+        recording = record(function, *inputs(4))
+        if function is not rotated_after_narrowing or keeps_rounding(recording):
+            assert all(rotation.width == 8 for rotation in recording.rotations)
 
 
 def test_arithmetic_in_the_dtype_of_x_is_reported_as_such():
@@ -646,8 +659,9 @@ def test_mixed_arithmetic_has_no_one_dtype():
 
 
 def test_a_rounding_of_x_makes_another_x():
-    rotation = only(record(lambda x, cos, sin: rotate_half(x.bfloat16().float(), cos, sin), *inputs(D)))
-    assert rotation.x.meta["val"].dtype == torch.bfloat16
+    recording = record(lambda x, cos, sin: rotate_half(x.bfloat16().float(), cos, sin), *inputs(D))
+    rounded = torch.bfloat16 if keeps_rounding(recording) else torch.float32
+    assert only(recording).x.meta["val"].dtype == rounded
 
 
 def test_a_rounding_of_cos_and_sin_stays_outside():
