@@ -30,9 +30,17 @@ READ = {"i32": "<i", "i64": "<q", "fp32": "<f"}
 class Driver:
     """Stands for libcuda: reads what a kernel with parameters of these types would read."""
 
-    def __init__(self, types: list[str], status: int = 0) -> None:
-        self.types, self.status = types, status
+    def __init__(self, types: list[str]) -> None:
+        self.types, self.status, self.context = types, 0, 77
         self.calls: list[dict[str, Any]] = []
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self.context
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.context = context.value
+        return 0
 
     def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra) -> int:
         values = []
@@ -42,7 +50,7 @@ class Driver:
         numbers = [x.value for x in (function, gx, gy, gz, bx, by, bz, shared, stream)]
         self.calls.append({"numbers": numbers, "values": values, "spare": len(parameters) - len(self.types)})
         assert extra is None
-        return self.status
+        return self.status if self.context else driver_launch.INVALID_CONTEXT
 
     def cuGetErrorString(self, status: int, text: Any) -> int:
         text._obj.value = b"too many resources requested for launch"
@@ -136,6 +144,14 @@ def test_triton_launches_a_kernel_with_a_parameter_of_another_kind(driver: Drive
     runner_of(compiled, (1, 1, 1), 0, VALUES)([64, 32])
     assert len(compiled.launched) == 1
     assert not driver.calls
+
+
+def test_a_thread_without_a_context_is_given_that_of_the_first_launch(driver: Driver) -> None:
+    run = runner_of(compiled_like(SIGNATURE), (1, 1, 1), 0, VALUES)
+    driver.context = 0
+    run([64, 32])
+    assert driver.context == 77
+    assert len(driver.calls) == 2
 
 
 def test_a_refused_launch_is_an_error_that_says_why(driver: Driver) -> None:

@@ -21,6 +21,7 @@ ALIGNMENT = 16  # bytes; Triton compiles one kernel for addresses that are multi
 SLOT = 8  # bytes for a parameter, of which it takes the first
 SPARE = 4  # slots of zeros behind the parameters, where Triton's kernels expect the addresses of scratch memory, unused here
 WARP = 32  # threads
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 FORMATS = {"i1": "<q", "i8": "<q", "i16": "<q", "i32": "<q", "i64": "<q", "u32": "<Q", "u64": "<Q", "fp32": "<f4x"}
 
 
@@ -90,15 +91,23 @@ class _DriverLaunch:
         self._launch = driver.cuLaunchKernel
         self._head = (ctypes.c_void_p(compiled.function), *map(ctypes.c_uint, (*grid, threads, 1, 1)))
         self._shared = ctypes.c_uint(compiled.metadata.shared)
+        self._context = ctypes.c_void_p()
+        driver.cuCtxGetCurrent(ctypes.byref(self._context))
         self._lock = threading.Lock()  # the driver copies the parameters during the call, in which other threads run
 
     def __call__(self, addresses: Sequence[int]) -> None:
+        status = self._try(addresses)
+        if status == INVALID_CONTEXT:  # a thread that has not called the CUDA runtime yet has none
+            self._driver.cuCtxSetCurrent(self._context)
+            status = self._try(addresses)
+        if status:
+            raise RuntimeError(f"the CUDA driver refused a launch of {self._kernel.name}: {self._error(status)}")
+
+    def _try(self, addresses: Sequence[int]) -> int:
         stream = ctypes.c_void_p(self._stream(self._device))
         with self._lock:
             self._slots[: self._pointers] = addresses  # type: ignore[call-overload]
-            status = self._launch(*self._head, self._shared, stream, self._parameters, None)
-        if status:
-            raise RuntimeError(f"the CUDA driver refused a launch of {self._kernel.name}: {self._error(status)}")
+            return self._launch(*self._head, self._shared, stream, self._parameters, None)
 
     def _error(self, status: int) -> str:
         text = ctypes.c_char_p()
