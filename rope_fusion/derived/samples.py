@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rope_fusion._torch import reinterpret_tensor
+
 SAMPLES = 256  # elements per tensor, about
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which elements of a tensor of one shape and one place in its storage are looked at."""
+    """Which elements of a tensor of one shape are looked at."""
 
     step: int
     size: tuple[int, ...]
-    offset: int | torch.SymInt
     dense: bool
 
     @staticmethod
@@ -27,12 +28,12 @@ class Sampling:
         # An odd step does not stay in one column of a matrix whose row length is a power of two.
         step = max(1, count // SAMPLES) | 1
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return Sampling(step, (-(-count // step),), tensor.storage_offset(), bool(count) and extent == count)
+        return Sampling(step, (-(-count // step),), bool(count) and extent == count)
 
     def take(self, tensor: Tensor) -> Tensor:
         """The elements, 1-D: a view where the tensor has no gaps."""
         if self.dense:
-            return tensor.as_strided(self.size, (self.step,), self.offset)
+            return reinterpret_tensor(tensor, self.size, (self.step,), 0)
         return tensor.reshape(-1)[:: self.step]
 
 
