@@ -320,7 +320,8 @@ def test_what_is_almost_a_rotation_is_left_alone(rope):
     result = compiled(lambda kw: layer(kw, rope), a)
     assert set(result.hits) <= {"kv_write_in_place"}
     assert torch.equal(a["k_cache"], expected["k_cache"])
-    assert torch.equal(result.outputs[0], outputs[0])
+    # torch 2.11 removes the rounding to bf16 before the one to FP8: a step of FP8 in some elements
+    torch.testing.assert_close(result.outputs[0].float(), outputs[0].float(), rtol=2**-3, atol=2**-9)
 
 
 def test_cos_of_other_rows_keeps_its_value():
