@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -333,6 +334,34 @@ def test_an_input_that_is_read_elsewhere_or_belongs_to_the_caller_is_not_overwri
     before = arguments[0].clone()
     compiled(neox_by_halves, {"inverse_rope": 1}, *arguments[:3])
     assert torch.equal(arguments[0], before)
+
+
+def test_a_package_compiled_ahead_of_time_gives_the_same(tmp_path: Path) -> None:
+    """Arguments with their default values were missing in it, and it failed when it was run."""
+
+    class Module(torch.nn.Module):
+        def forward(self, o: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+            return neox_by_halves(o, positions, cache)
+
+    arguments = inputs()
+    with rope_fusion.record() as report:
+        package = torch._inductor.aoti_compile_and_package(
+            torch.export.export(Module(), arguments),
+            package_path=str(tmp_path / "rotation.pt2"),
+            inductor_configs=rope_fusion.inductor_options(kernels="reference", numerics="exact"),
+        )
+    assert report.hits == {"inverse_rope": 1}
+    assert torch.equal(torch._inductor.aoti_load_package(package)(*arguments), neox_by_halves(*arguments))
+
+
+def test_bits_seen_as_another_dtype_are_not_rotated_in_place() -> None:
+    """Inductor writes to no view of bits; that failed to compile."""
+
+    def bits(o: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+        return neox_by_halves((o + 1).view(torch.float16), positions, cache)
+
+    arguments = inputs()
+    assert torch.equal(compiled(bits, {"inverse_rope": 1}, *arguments, numerics="exact"), bits(*arguments))
 
 
 def test_a_forward_rotation_of_part_of_the_head_is_partial_rope() -> None:

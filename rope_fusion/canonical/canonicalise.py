@@ -356,6 +356,8 @@ class Canonicaliser:
         if not all(equal(a, b) for a, b in zip(x.stride(), out.stride(), strict=True)):
             return False
         aliases = self._nodes_of_storage.get(x.untyped_storage()._cdata, ())
+        if any(node.meta["val"].dtype != x.dtype for node in aliases):  # Inductor cannot write through a view of bits
+            return False
         own = rotation.nodes.union(aliases)
         return all(
             node is rotation.out or (node.op == "call_function" and own.issuperset(self._users.get(node, ())))

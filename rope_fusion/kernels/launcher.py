@@ -116,10 +116,12 @@ def _launch_prologue(*arguments: Any) -> Launched | None:
         return None
     *tensors, options, need_q, need_k = arguments
     call = rope_qkv_triton.prepare(*tensors, options=options, need_q=need_q, need_k=need_k)
+    runner = None
     if call.plan.launches:
         rope_qkv_triton.run(call)
+        runner = rope_qkv_triton.runner_of_call(call)
     inputs = tuple(source for source in call.plan.sources if source is not None)
-    return Launched(call.outputs, call.outputs, inputs, rope_qkv_triton.runner_of_call(call))
+    return Launched(call.outputs, call.outputs, inputs, runner)
 
 
 def _launch_rotation(name: str, *tensors: Tensor | None, **options: Any) -> Launched | None:
@@ -131,4 +133,5 @@ def _launch_rotation(name: str, *tensors: Tensor | None, **options: Any) -> Laun
     rotate_triton.run(call)
     given = [position for position, x in enumerate(call.pointers[: len(tensors)]) if x is not None]
     inputs = (*given, *[0] * (request.out_dtype is None))  # in place the output is x
-    return Launched(rotate.results_of(outputs), outputs, inputs, rotate_triton.runner_of_call(call))
+    runner = rotate_triton.runner_of_call(call) if tensors[0].numel() else None  # type: ignore[union-attr]
+    return Launched(rotate.results_of(outputs), outputs, inputs, runner)

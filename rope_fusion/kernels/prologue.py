@@ -116,9 +116,8 @@ def refuse_prologue(
             return f"the last dim of {what} has stride {tensor.stride(3)}; the fused operator reads contiguous heads"
     if kv is not None and v is None:
         return "only k is written to a cache, no write of a v at the same slots was found"
-    devices = {
-        t.device for t in (q, k, v, cos, sin, positions, k_cache, v_cache, slots, q_scale) if t is not None and t.dim()
-    }
+    tensors = (q, k, v, cos, sin, positions, k_cache, v_cache, slots, slot_offsets, q_scale, k_scale, v_scale)
+    devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:
         return f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
     if cos.stride(-1) != 1 or sin.stride(-1) != 1:

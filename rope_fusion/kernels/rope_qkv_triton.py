@@ -941,6 +941,9 @@ def prepare(
     q, k = tensors[:2]
     assert q is not None
     device = q.device
+    if any(t is not None and t.device != device for t in tensors):
+        found = sorted({str(t.device) for t in tensors if t is not None})
+        raise ValueError(f"rope_qkv takes tensors of one device, got {', '.join(found)}; move them to {device}")
     if target is None and device.type == "cuda":
         target = target_of(device)
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]

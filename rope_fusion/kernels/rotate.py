@@ -251,6 +251,9 @@ def requested(
     """The arguments of the operator called `name`, checked; what the dispatcher leaves out has the schema's default."""
     rotary = Rotary(**rotary_arguments)
     check(x, cos, sin, positions, rotary)
+    others = {str(t.device) for t in (cos, sin, positions, scale) if t is not None and t.device != x.device}
+    if others:
+        raise ValueError(f"{name} takes tensors of one device, got {x.device} and {', '.join(sorted(others))}")
     output_shape(x, layout, groups, x.shape[3])
     quant: StaticFp8 | GroupFp8 | None = None
     if fp8_dtype is not None and name == "rotate_group_fp8":

@@ -18,9 +18,12 @@ FEWEST_QUANTISED = 1 << 15  # of one that is quantised by one scale
 
 
 def _lower(operator: torch._ops.OpOverload) -> None:
+    # AOTInductor does not write down arguments that tracing left out because they have their default value.
+    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.kwarg_only and a.has_default_value()}
+
     @register_lowering(operator, type_promotion_kind=None)
     def lower(*tensors: Any, **options: Any) -> Any:
-        return lower_to_call_site(operator, *tensors, **options)
+        return lower_to_call_site(operator, *tensors, **(defaults | options))
 
     add_needs_realized_inputs(operator)  # as of any operator that is not lowered further
 
@@ -171,7 +174,7 @@ def refuse_rotation(
             return f"the last dim of {name} has stride {x.stride(3)}; the rotation reads contiguous heads"
     if cos.stride(-1) != 1 or sin.stride(-1) != 1:
         return "the columns of cos and sin are not contiguous"
-    devices = {t.device for t in (q, k, cos, sin, positions, scale) if t is not None and t.dim()}
+    devices = {t.device for t in (q, k, cos, sin, positions, scale) if t is not None}
     if len(devices) > 1:
         return f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
     if q.device.type == "cpu":
