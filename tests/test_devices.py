@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rope_fusion.patterns import inverse_rope_static_fp8, rope_static_q_fp8_kv
 from torch import Tensor
 
-PATTERNS = {"prologue": rope_static_q_fp8_kv.PATTERN, "rotation": inverse_rope_static_fp8.PATTERN}
+from rope_fusion.pattern import FusionPattern
+
+PATTERNS = {
+    kind: importlib.import_module(f"rope_fusion.patterns.{name}").PATTERN
+    for kind, name in (("prologue", "rope_static_q_fp8_kv"), ("rotation", "inverse_rope_static_fp8"))
+}
 
 
-def arguments_of(pattern: SimpleNamespace, stays: str | None) -> dict[str, Any]:
+def arguments_of(pattern: FusionPattern, stays: str | None) -> dict[str, Any]:
     """Example arguments on the meta device, but for one."""
     names = inspect.signature(pattern.search).parameters
     given = dict(zip(names, pattern.example_inputs(), strict=True))

@@ -66,12 +66,11 @@ def compiled_like(signature: dict[str, str], **metadata: Any) -> Any:
     class Compiled:
         src = SimpleNamespace(signature=signature)
         function, name = 1 << 40, "kernel"
-        launched = by_triton
+        launched, metadata = by_triton, SimpleNamespace(**made)
 
         def __getitem__(self, grid: tuple[int, int, int]) -> Any:
             return lambda *arguments: by_triton.append((grid, *arguments))
 
-    Compiled.metadata = SimpleNamespace(**made)
     return Compiled()
 
 

@@ -76,7 +76,7 @@ def operands(tokens: int) -> tuple[Tensor, ...]:
 
 def compiled(program: Callable[..., Any]) -> Callable[..., Any]:
     torch.compiler.reset()
-    options = {"rope_fusion.kernels": "reference", "rope_fusion.strict": True}
+    options: dict[str, Any] = {"rope_fusion.kernels": "reference", "rope_fusion.strict": True}
     return torch.compile(program, backend="rope_fusion", options=options)
 
 
