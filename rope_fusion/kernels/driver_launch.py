@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 import triton
 
 Runner = Callable[[Sequence[int]], None]
@@ -32,6 +33,16 @@ def _driver() -> ctypes.CDLL | None:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+
+
+def run_on_device(run: Callable[[Any], None], call: Any) -> None:
+    """``run(call)`` with ``call.device``, that of its tensors, as the current one."""
+    device = call.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            run(call)
+    else:
+        run(call)
 
 
 def runner_of(compiled: Any, grid: tuple[int, int, int], device: int, values: dict[str, Any]) -> Runner:

@@ -22,8 +22,7 @@ Repeat = Callable[[Sequence[Tensor], Sequence[int]], Any]
 class Launched(NamedTuple):
     """A call that was made."""
 
-    results: Any  # what the operator returns
-    outputs: tuple[Tensor, ...]  # the tensors in it
+    outputs: tuple[Tensor, ...]  # what the operator returns
     inputs: tuple[int, ...]  # what the kernel takes before them, as positions among the operator's arguments
     runner: Runner | None  # launches the same kernel again; None where there is no such way
 
@@ -72,7 +71,7 @@ class Launcher:
             if len(self._repeats) >= MOST_SIZES:
                 self._repeats.clear()
             self._repeats[sizes] = _repeated(launched, launched.runner, given)
-        return launched.results
+        return rotate.results_of(launched.outputs)
 
 
 def _repeated(launched: Launched, runner: Runner, given: Sequence[Any]) -> Repeat:
@@ -87,7 +86,6 @@ def _repeated(launched: Launched, runner: Runner, given: Sequence[Any]) -> Repea
     pointers = [*[given[position] for position in launched.inputs], *outputs]
     aligned = [i for i, x in enumerate(pointers) if x.data_ptr() % ALIGNMENT == 0]
     all_aligned, all_wanted = len(aligned) == len(pointers), len(outputs) == len(launched.outputs)
-    nothing, single = launched.results is None, isinstance(launched.results, Tensor)
 
     def repeat(bases: Sequence[Tensor], offsets: Sequence[int]) -> Any:
         addresses = [bases[i].data_ptr() + offsets[i] for i in inputs]
@@ -96,11 +94,9 @@ def _repeated(launched: Launched, runner: Runner, given: Sequence[Any]) -> Repea
         if functools.reduce(or_, addresses if all_aligned else [addresses[i] for i in aligned], 0) % ALIGNMENT:
             return NotImplemented
         runner(addresses)
-        if nothing:
-            return None
-        if single:
-            return results[0]
-        return tuple(results if all_wanted else [results[x] if isinstance(x, int) else x for x in results_from])
+        if not all_wanted:
+            results = [results[x] if isinstance(x, int) else x for x in results_from]
+        return rotate.results_of(tuple(results))
 
     return repeat
 
@@ -116,12 +112,9 @@ def _launch_prologue(*arguments: Any) -> Launched | None:
         return None
     *tensors, options, need_q, need_k = arguments
     call = rope_qkv_triton.prepare(*tensors, options=options, need_q=need_q, need_k=need_k)
-    runner = None
-    if call.plan.launches:
-        rope_qkv_triton.run(call)
-        runner = rope_qkv_triton.runner_of_call(call)
+    rope_qkv_triton.run(call)
     inputs = tuple(source for source in call.plan.sources if source is not None)
-    return Launched(call.outputs, call.outputs, inputs, runner)
+    return Launched(call.outputs, inputs, rope_qkv_triton.runner_of_call(call))
 
 
 def _launch_rotation(name: str, *tensors: Tensor | None, **options: Any) -> Launched | None:
@@ -133,5 +126,4 @@ def _launch_rotation(name: str, *tensors: Tensor | None, **options: Any) -> Laun
     rotate_triton.run(call)
     given = [position for position, x in enumerate(call.pointers[: len(tensors)]) if x is not None]
     inputs = (*given, *[0] * (request.out_dtype is None))  # in place the output is x
-    runner = rotate_triton.runner_of_call(call) if tensors[0].numel() else None  # type: ignore[union-attr]
-    return Launched(rotate.results_of(outputs), outputs, inputs, runner)
+    return Launched(outputs, inputs, rotate_triton.runner_of_call(call))

@@ -117,9 +117,8 @@ def refuse_prologue(
     if kv is not None and v is None:
         return "only k is written to a cache, no write of a v at the same slots was found"
     tensors = (q, k, v, cos, sin, positions, k_cache, v_cache, slots, slot_offsets, q_scale, k_scale, v_scale)
-    devices = {t.device for t in tensors if t is not None}
-    if len(devices) > 1:
-        return f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
+    if sentence := _operator.several_devices(*tensors):
+        return sentence
     if cos.stride(-1) != 1 or sin.stride(-1) != 1:
         return "the columns of cos and sin are not contiguous"
     rope = RotaryAttributes.decode(rotary)

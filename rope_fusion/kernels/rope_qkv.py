@@ -73,6 +73,12 @@ class PrologueOptions(Attributes):
         return self.result_dtype or self.out_dtype
 
 
+def several_devices(*tensors: Tensor | None) -> str | None:
+    """Why no kernel takes these together: they are on more than one device."""
+    devices = {str(t.device) for t in tensors if t is not None}
+    return f"its tensors are on several devices: {', '.join(sorted(devices))}" if len(devices) > 1 else None
+
+
 def options_of(
     rotary: RotaryAttributes, quant: QuantAttributes | None, write: KvWriteAttributes | None
 ) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rope_fusion.kernels.cache_layout import Geometry, parse_layout
-from rope_fusion.kernels.driver_launch import ALIGNMENT, Runner, runner_of
+from rope_fusion.kernels.driver_launch import ALIGNMENT, Runner, run_on_device, runner_of
 from rope_fusion.kernels.rope_qkv import PrologueOptions, Target, decoded, target_of, unsupported
 
 LINEAR = tl.constexpr(0)  # how a token finds its row in a cache: slot * place stride,
@@ -982,9 +982,11 @@ def refusal(call: Call) -> str | None:
 
 
 def run(call: Call) -> None:
-    """Launch the kernel for a prepared call; on the CPU only under Triton's interpreter."""
+    """Launch the kernel for a prepared call, if there is anything to do; on the CPU only under Triton's interpreter."""
     plan, device = call.plan, call.device
     variant = plan.variant
+    if not plan.launches:
+        return
     if device.type != "cuda" or torch.version.hip:
         # The interpreter takes no options. On ROCm a kernel also depends on the size of each buffer, which Triton
         # tracks itself.
@@ -1014,7 +1016,7 @@ def _alignment(call: Call) -> object:
 def runner_of_call(call: Call) -> Runner | None:
     """What launches the kernel that was compiled for such a call, given the addresses of its tensors; None where none was."""
     plan = call.plan
-    if not plan.variant.compiled:
+    if not (plan.launches and plan.variant.compiled):
         return None
     key = _alignment(call)
     runner = plan.runners.get(key)
@@ -1042,11 +1044,5 @@ def launch(
     before Triton is imported, tensors on the CPU are taken too.
     """
     call = prepare(*tensors, options=options, need_q=need_q, need_k=need_k, parameters=parameters)
-    if call.plan.launches:
-        device = call.device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                run(call)
-        else:
-            run(call)
+    run_on_device(run, call)
     return call.outputs

@@ -320,10 +320,11 @@ def _define(name: str, schema: str) -> Any:
         request = requested(name, x, *tensors, **options)
         if (call := prepared(request, x, *tensors)) is None:
             return results_of(_reference(request, x, *tensors))
-        from rope_fusion.kernels.rotate_triton import run_on_device
+        from rope_fusion.kernels.driver_launch import run_on_device
+        from rope_fusion.kernels.rotate_triton import run as launch
 
         outputs, kernel_call = call
-        run_on_device(kernel_call)
+        run_on_device(launch, kernel_call)
         return results_of(outputs)
 
     def fake(x: Tensor, *tensors: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rope_fusion.kernels.driver_launch import ALIGNMENT, Runner, runner_of
+from rope_fusion.kernels.driver_launch import ALIGNMENT, Runner, run_on_device, runner_of
 from rope_fusion.kernels.rope_qkv_triton import (
     BATCH_AND_PLACE,
     ONE_BATCH,
@@ -336,6 +336,11 @@ class Call(NamedTuple):
     tokens: int
 
     @property
+    def launches(self) -> bool:
+        """Whether there is anything to do."""
+        return self.pointers[0].numel() > 0  # type: ignore[union-attr]
+
+    @property
     def device(self) -> torch.device:
         """That of all its tensors."""
         return self.pointers[0].device  # type: ignore[union-attr]
@@ -410,23 +415,13 @@ def launch(x: Tensor, *args: Any, **options: Any) -> None:
 
     With ``TRITON_INTERPRET=1`` in the environment before Triton is imported, tensors on the CPU are taken too.
     """
-    run_on_device(prepare(x, *args, **options))
-
-
-def run_on_device(call: Call) -> None:
-    """Launch a prepared call on the device of its tensors, whichever is current."""
-    device = call.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            run(call)
-    else:
-        run(call)
+    run_on_device(run, prepare(x, *args, **options))
 
 
 def run(call: Call) -> None:
     """Launch a prepared call on the current device. No elements, no launch."""
     variant, device = call.variant, call.device
-    if not call.pointers[0].numel():  # type: ignore[union-attr]
+    if not call.launches:
         return
     grid = variant.grid(call.tokens)
     if device.type != "cuda" or torch.version.hip:
@@ -455,7 +450,7 @@ def _types(call: Call) -> tuple[object, ...]:
 def runner_of_call(call: Call) -> Runner | None:
     """What launches the kernel that was compiled for such a call, given the addresses of its tensors; None where none was."""
     variant = call.variant
-    compiled = variant.compiled.get(_types(call)) if variant.compiled else None
+    compiled = variant.compiled.get(_types(call)) if call.launches and variant.compiled else None
     if compiled is None:
         return None
     values = (*[None if t is None else ... for t in call.pointers], *call.numbers, *variant.constexprs.values())

@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from rope_fusion._torch import add_needs_realized_inputs, auto_functionalized, lower_to_call_site, register_lowering
 from rope_fusion.canonical.attributes import ArrangeAttributes, GroupQuantAttributes, QuantAttributes, RotaryAttributes
 from rope_fusion.kernels import rotate as _operators
+from rope_fusion.kernels.rope_qkv import several_devices
 
 # Measured on one H200, see docs/performance.md: Inductor's kernel is as fast below.
 FEWEST_ELEMENTS = 1 << 14  # of a rotated copy
@@ -174,9 +175,8 @@ def refuse_rotation(
             return f"the last dim of {name} has stride {x.stride(3)}; the rotation reads contiguous heads"
     if cos.stride(-1) != 1 or sin.stride(-1) != 1:
         return "the columns of cos and sin are not contiguous"
-    devices = {t.device for t in (q, k, cos, sin, positions, scale) if t is not None}
-    if len(devices) > 1:
-        return f"its tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
+    if sentence := several_devices(q, k, cos, sin, positions, scale):
+        return sentence
     if q.device.type == "cpu":
         return None
     how = _operators.Rotary(**rotation_arguments(rotary))
